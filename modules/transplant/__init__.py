@@ -1,0 +1,63 @@
+"""Transplant: put a single-file diffusion transformer into a diffusers pipeline, right or refused.
+
+Nothing heavy is imported until it is used: reading a header needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transplant.errors import LoadCancelled, OverrideArchMismatch, TransplantError
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers.models.modeling_utils import ModelMixin
+
+    from transplant.build import Progress
+
+__version__ = "0.1.0"
+__all__ = ["LoadCancelled", "OverrideArchMismatch", "TransplantError", "__version__", "load_transformer"]
+
+
+def load_transformer(
+    file: Path | str,
+    *,
+    base: Path | str,
+    component: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    use_mmap: bool | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> ModelMixin:
+    """Load the transformer that a single file holds.
+
+    Args:
+        file: a safetensors file, in the ComfyUI, original or diffusers key layout.
+        base: the diffusers pipeline it is for: a folder, or the id of a repository in the local hub cache.
+        component: the pipeline component it replaces; the architecture's own by default.
+        dtype: compute dtype; by default the file's own.
+        device: where the weights go.
+        use_mmap: keep the weights as views of the file where that is possible; default everywhere but on Windows.
+        config_kwargs: entries that replace those of the base's config.
+        progress: called after every tensor.
+        cancelled: asked before every tensor; True ends the load.
+
+    Returns:
+        A diffusers model for `DiffusionPipeline.from_pretrained(base, transformer=...)`.
+
+    Raises:
+        OverrideArchMismatch: the file is not for this base, or damaged; the message says what to do.
+        BaseModelError: the base model cannot be used.
+        LoadCancelled: `cancelled` said so.
+    """
+    from transplant.build import build
+    from transplant.plan import plan
+
+    planned = plan(
+        file, base, component=component, dtype=dtype, device=device, use_mmap=use_mmap, config_kwargs=config_kwargs
+    )
+    return build(planned, progress=progress, cancelled=cancelled).transformer

@@ -1,0 +1,138 @@
+"""What is this file: a value that explains itself. From names and shapes alone, no torch.
+
+Guarantee: every real layout of a listed architecture is recognised, as exactly that architecture,
+with any known prefix. Files of architectures that are not listed are never taken for a listed one
+unless they hold all of its telling keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transplant.architectures import SPECS
+from transplant.architectures.spec import Layout, TransformerSpec, Verdict
+from transplant.checkpoint.naming import NamedKeys
+from transplant.errors import NotATransformer
+
+TRANSFORMER = "transformer"
+UNKNOWN = "unknown"
+
+_LORA = (
+    ".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora.down.", ".lora.up.", ".lokr_w", ".hada_w",
+    ".oft_blocks", ".dora_scale",
+)  # fmt: skip
+_CONTROLNET = ("control_model.", "controlnet_", "control_layers.", "input_hint_block.")
+_TEXT_ENCODER = (
+    "text_model.encoder.layers.", "encoder.block.0.layer.0.SelfAttention", "embed_tokens.weight", "language_model.",
+    "layers.0.self_attn.q_proj.", "transformer.resblocks.", "encoder.layers.0.self_attn.",
+)  # fmt: skip
+_VAE = (
+    "decoder.conv_in.", "decoder.conv1.", "decoder.up_blocks.", "decoder.mid.", "decoder.upsamples.",
+    "decoder.layers.", "taesd_",
+)  # fmt: skip
+
+_KINDS: tuple[tuple[str, str], ...] = (
+    ("LoRA", "Put it into the LoRA folder and use it in the prompt or the LoRA list, not as a transformer"),
+    ("ControlNet", "Put it into the ControlNet folder and choose it there"),
+    ("text encoder", "Put it into the text encoder folder; the transformer's dropdown takes transformers only"),
+    ("VAE", "Put it into the VAE folder; the transformer's dropdown takes transformers only"),
+)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Why a file is not a certain architecture in a certain layout."""
+
+    architecture: str
+    layout: str
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{self.architecture} ({self.layout} layout): {self.verdict}"
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The answer.
+
+    Attributes:
+        kind: "transformer", "LoRA", "ControlNet", "text encoder", "VAE" or "unknown".
+        spec: the architecture, where the kind is a known transformer.
+        layout: how its keys are written.
+        why: the keys that decided it.
+        rejected: why each other architecture lost.
+    """
+
+    kind: str
+    spec: TransformerSpec | None
+    layout: Layout | None
+    why: str
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def architecture(self) -> str | None:
+        """Name of the architecture, or None."""
+        return self.spec.name if self.spec else None
+
+    @property
+    def nearest(self) -> Rejected | None:
+        """The architecture of which the fewest telling keys are lacking, where some were found."""
+        partial = [r for r in self.rejected if r.verdict.found and not r.verdict.forbidden]
+        return min(partial, key=lambda r: len(r.verdict.lacking), default=None)
+
+
+def identify(keys: NamedKeys, specs: Collection[TransformerSpec] = SPECS) -> Detection:
+    """Say what a file is.
+
+    Args:
+        keys: its names, normalised.
+        specs: the architectures to choose from, the more special first.
+
+    Returns:
+        The first architecture whose keys fit, or another kind of file, or "unknown"; with reasons.
+    """
+    names = keys.stored.keys()
+    for kind, markers, inside in (("LoRA", _LORA, True), ("ControlNet", _CONTROLNET, False)):
+        if shown := _first(keys.stored, markers, inside):
+            return Detection(kind, None, None, f"holds {shown}", ())
+    rejected: list[Rejected] = []
+    winner: tuple[TransformerSpec, Layout, Verdict] | None = None
+    for spec in specs:
+        for layout in spec.layouts:
+            verdict = layout.keys.judge(names)
+            if verdict.holds and winner is None:
+                winner = (spec, layout, verdict)
+            elif winner is None or winner[0] is not spec:
+                rejected.append(Rejected(spec.name, layout.name, verdict))
+    if winner:
+        return Detection(TRANSFORMER, winner[0], winner[1], str(winner[2]), tuple(rejected))
+    return _other_kind(keys, tuple(rejected))
+
+
+def refuse_other_kinds(path: Path, detection: Detection) -> None:
+    """Raise NotATransformer where a file is a LoRA, a ControlNet, a text encoder or a VAE."""
+    remedy = dict(_KINDS).get(detection.kind)
+    if remedy is not None:
+        raise NotATransformer(path, detection.kind, detection.why, remedy)
+
+
+def _other_kind(keys: NamedKeys, rejected: tuple[Rejected, ...]) -> Detection:
+    if not keys.stored and keys.companions:
+        kinds = sorted(keys.companions, key=lambda kind: -keys.companions[kind])
+        kind = "VAE" if kinds[0].endswith(("VAE", "vocoder")) else "text encoder"
+        counts = ", ".join(f"{count} {kind} tensors" for kind, count in keys.companions.items())
+        return Detection(kind, None, None, f"holds {counts} and nothing else", rejected)
+    for kind, markers in (("text encoder", _TEXT_ENCODER), ("VAE", _VAE)):
+        if shown := _first(keys.stored, markers, inside=False):
+            return Detection(kind, None, None, f"holds {shown}", rejected)
+    return Detection(UNKNOWN, None, None, "no known architecture's keys", rejected)
+
+
+def _first(stored: Mapping[str, str], markers: tuple[str, ...], inside: bool) -> str | None:
+    """The first stored name that shows a marker: anywhere in it, or at its start."""
+    for own, name in stored.items():
+        if any(marker in own for marker in markers) if inside else own.startswith(markers):
+            return name
+    return None

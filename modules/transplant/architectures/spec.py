@@ -1,0 +1,145 @@
+"""What is known of an architecture, as data. No torch: classes and converters are named, and resolved late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Shape = tuple[int, ...]
+Config = Mapping[str, Any]
+Converter = str | Callable[..., dict[str, Any]]
+"""`module:function`, or the function itself."""
+
+DIFFUSERS_LAYOUT = "diffusers"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A condition on the names of a file. An entry that ends in a dot means any name under it.
+
+    Attributes:
+        all_of: each must be there.
+        any_of: at least one must be there.
+        none_of: none may be there.
+    """
+
+    all_of: tuple[str, ...] = ()
+    any_of: tuple[str, ...] = ()
+    none_of: tuple[str, ...] = ()
+
+    def judge(self, names: Collection[str]) -> Verdict:
+        """Whether `names` meet the condition, and the names that decided it."""
+        present = {key for key in (*self.all_of, *self.any_of, *self.none_of) if _occurs(key, names)}
+        lacking = tuple(key for key in self.all_of if key not in present)
+        if self.any_of and present.isdisjoint(self.any_of):
+            lacking += (" or ".join(self.any_of),)
+        forbidden = tuple(key for key in self.none_of if key in present)
+        found = tuple(key for key in (*self.all_of, *self.any_of) if key in present)
+        return Verdict(found, lacking, forbidden)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a file's names meet a condition.
+
+    Attributes:
+        found: required names that are there.
+        lacking: required names that are not.
+        forbidden: names that must not be there and are.
+    """
+
+    found: tuple[str, ...]
+    lacking: tuple[str, ...]
+    forbidden: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """True where the condition is met."""
+        return not self.lacking and not self.forbidden
+
+    def __str__(self) -> str:
+        if self.forbidden:
+            return f"has {', '.join(self.forbidden)}"
+        if self.lacking:
+            return f"lacks {', '.join(self.lacking)}"
+        return f"has {', '.join(self.found)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which an architecture's keys are written.
+
+    Attributes:
+        name: "comfyui", "original" or "diffusers".
+        keys: what tells this layout.
+        converter: a key converter `(checkpoint, config=..., **kwargs) -> dict` as in diffusers'
+            single-file table; None where the names are the model's own.
+    """
+
+    name: str
+    keys: Keys
+    converter: Converter | None = None
+
+
+@dataclass(frozen=True)
+class SiblingSpec:
+    """A second model that files of an architecture carry beside the transformer.
+
+    Attributes:
+        component: the pipeline component that it becomes.
+        subfolder: the base model's folder that holds its config.
+        inline_prefix: its keys' prefix, after the transformer's prefix is taken off.
+        cls: name of its diffusers class.
+        converter: as in Layout, called with the names after inline_prefix; None where they are its own.
+    """
+
+    component: str
+    subfolder: str
+    inline_prefix: str
+    cls: str
+    converter: Converter | None = None
+
+
+@dataclass(frozen=True)
+class TransformerSpec:
+    """What is known of an architecture.
+
+    Attributes:
+        name: as users call it.
+        cls: name of the diffusers class.
+        model_types: beginnings of the names of the pipeline classes that it belongs to.
+        layouts: how its keys are written; the first that fits is taken.
+        component: the pipeline component that it replaces.
+        subfolder: the base model's folder that holds its config.
+        infer_config: corrects the base's config by what the file's shapes say; returns the changed
+            entries only.
+        siblings: models that its files may carry beside it.
+        acceptable_missing: beginnings of names of buffers that files leave out.
+        zero_init_missing: names that are filled with zeros where a file leaves them out.
+        junk: stored names that have no home in the model and are dropped.
+        fp8_skip_patterns: modules whose weights stay out of FP8 storage.
+    """
+
+    name: str
+    cls: str
+    model_types: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    component: str = "transformer"
+    subfolder: str = "transformer"
+    infer_config: Callable[[Config, Mapping[str, Shape]], Config] | None = None
+    siblings: tuple[SiblingSpec, ...] = ()
+    acceptable_missing: tuple[str, ...] = ("rope.", "pos_embedder.", "learnable_pos_embed.")
+    zero_init_missing: tuple[str, ...] = ()
+    junk: tuple[str, ...] = ()
+    fp8_skip_patterns: tuple[str, ...] = field(default=())
+
+    def serves(self, cls: str, pipeline: str) -> bool:
+        """Whether this is the spec for a component of class `cls` in a pipeline of class `pipeline`."""
+        return self.cls == cls and pipeline.startswith(self.model_types)
+
+
+def _occurs(key: str, names: Collection[str]) -> bool:
+    if key.endswith("."):
+        return any(name.startswith(key) for name in names)
+    return key in names

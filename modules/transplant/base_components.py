@@ -1,0 +1,100 @@
+"""The parts of a base model that stay: text encoders, VAE, scheduler, and its own transformer."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transplant.base_model import BaseModel
+from transplant.errors import BaseModelError, LoadCancelled
+from transplant.hosts.base import LoadSettings
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+_LIBRARY_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
+"""What diffusers and transformers raise on a folder that is incomplete, damaged or too new for them."""
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of all safetensors files in a folder and below it."""
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+
+def load_pipeline(
+    base: BaseModel,
+    settings: LoadSettings,
+    given: Mapping[str, Any],
+    report: Callable[[str, float | None], None],
+    cancelled: Callable[[], bool],
+) -> DiffusionPipeline:
+    """Load a base model around components that are there already.
+
+    Args:
+        base: the base model.
+        settings: device and compute dtype.
+        given: components by name; their weights are not read.
+        report: told which component is being loaded, and the part of their bytes that is done.
+        cancelled: asked before every component.
+
+    Raises:
+        BaseModelError: a component cannot be loaded.
+        LoadCancelled: `cancelled` said so.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    names = [name for name in base.components if name not in given and _class_of(base, name) is not None]
+    sizes = {name: weight_bytes(base.path / name) for name in names}
+    models, done = dict(given), 0
+    for name in names:
+        if cancelled():
+            raise LoadCancelled(f"{base.path.name}: the load was cancelled")
+        report(f"Loading {name} of {base.path.name}", done / max(sum(sizes.values()), 1))
+        models[name] = load_component(base, name, settings)
+        done += sizes[name]
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(str(base.path), local_files_only=True, **models)
+    except _LIBRARY_ERRORS as error:
+        raise BaseModelError(f"{base.path.name}: the pipeline cannot be loaded ({error})") from error
+    return pipeline.to(settings.device)
+
+
+def load_component(base: BaseModel, name: str, settings: LoadSettings) -> Any:
+    """Load one model of a base model from its folder; never a pickle.
+
+    Raises:
+        BaseModelError: it cannot be loaded.
+    """
+    cls = _class_of(base, name)
+    if cls is None:
+        raise BaseModelError(f"{base.path.name}: {name} is of a class that is not installed here")
+    try:
+        model = cls.from_pretrained(
+            str(base.path), subfolder=name, use_safetensors=True, local_files_only=True,
+            **{_dtype_keyword(): settings.dtype},
+        )  # fmt: skip
+    except _LIBRARY_ERRORS as error:
+        raise BaseModelError(f"{base.path.name}: its {name} cannot be loaded ({error})") from error
+    return model.to(settings.device).eval()
+
+
+def _class_of(base: BaseModel, name: str) -> Any:
+    """The model class of a component; None for tokenizers, schedulers and what the pipeline loads itself."""
+    import torch
+
+    component = base.components[name]
+    if component.library not in ("diffusers", "transformers"):
+        return None
+    cls = getattr(importlib.import_module(component.library), component.cls, None)
+    return cls if inspect.isclass(cls) and issubclass(cls, torch.nn.Module) else None
+
+
+def _dtype_keyword() -> str:
+    """`from_pretrained`'s word for the dtype: diffusers 0.42 deprecates the older one."""
+    import diffusers
+
+    major, minor = (int(part) for part in diffusers.__version__.split(".")[:2])
+    return "dtype" if (major, minor) >= (0, 42) else "torch_dtype"

@@ -1,0 +1,222 @@
+"""Read and distrust a safetensors header. No torch, and no byte of tensor data is read.
+
+Format: 8 bytes little-endian length, that many bytes of JSON, then the data
+(https://huggingface.co/docs/safetensors, safetensors/src/tensor.rs). The checks are those of the
+reference implementation, each with an error of its own; old writers' headers that are not padded
+to 8 bytes are accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from transplant.checkpoint.sniff import sniff
+from transplant.errors import BadHeader, NotACheckpoint, TrailingBytes, TruncatedFile, UnknownDtype, UnreadableFile
+
+MAX_HEADER_BYTES = 100_000_000
+"""Cap of the reference implementation."""
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+}  # fmt: skip
+"""Every dtype of safetensors 0.8 with its width in bits."""
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What tells one state of a file from another without reading it."""
+
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        """The stamp of the file as it is now. Raises OSError where it cannot be read."""
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as the header declares it.
+
+    Attributes:
+        name: stored name.
+        dtype: safetensors dtype, a key of DTYPE_BITS.
+        shape: logical shape; F4 and F6 count values, not bytes.
+        start: offset of its first byte in the file.
+        nbytes: size in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header.
+
+    Attributes:
+        path: the file.
+        stamp: size and time of the file when it was read.
+        metadata: the `__metadata__` object; None where absent, {} where present and empty.
+        tensors: every tensor by stored name, in the order of its data in the file.
+        data_start: offset of the first data byte, equal to the number of bytes read for this header.
+    """
+
+    path: Path
+    stamp: FileStamp
+    metadata: Mapping[str, str] | None
+    tensors: Mapping[str, TensorInfo]
+    data_start: int
+
+
+def read_header(path: Path | str) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The header; every tensor's range is inside the file and the ranges cover the data exactly.
+
+    Raises:
+        UnreadableFile: one subclass per fault; the message names the file, the tensor and the way out.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            stamp = FileStamp(status.st_size, status.st_mtime_ns)
+            raw = _read_raw_header(path, file, stamp.size)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UnreadableFile(path, f"cannot be read ({reason})", "Check that it exists and may be read") from error
+    data_start = 8 + len(raw)
+    entries = _parse_json(path, raw)
+    metadata = _metadata(path, entries.pop("__metadata__", None))
+    tensors = [_tensor_info(path, name, entry, data_start) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
+    _check_coverage(path, tensors, data_start, stamp.size)
+    return Header(path, stamp, metadata, {tensor.name: tensor for tensor in tensors}, data_start)
+
+
+def _read_raw_header(path: Path, file: BinaryIO, size: int) -> bytes:
+    start = file.read(512)
+    length = int.from_bytes(start[:8], "little")
+    if size < 9 or length > MAX_HEADER_BYTES or start[8:9] != b"{":
+        raise _not_safetensors(path, start, size)
+    if 8 + length > size:
+        raise TruncatedFile(path, size, 8 + length, "header")
+    file.seek(8)
+    raw = file.read(length)
+    if len(raw) < length:
+        raise TruncatedFile(path, 8 + len(raw), 8 + length, "header")
+    return raw
+
+
+def _not_safetensors(path: Path, start: bytes, size: int) -> UnreadableFile:
+    other = sniff(start, size)
+    if other is not None:
+        return NotACheckpoint(path, other.what, other.remedy)
+    if size < 9:
+        return TruncatedFile(path, size, 10, "header")
+    return NotACheckpoint(path, "unknown binary data", "Download it again, or convert it to safetensors")
+
+
+def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = dict(pairs)
+        if len(result) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadHeader(path, "the name occurs twice", twice)
+        return result
+
+    try:
+        entries: Any = json.loads(raw.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise BadHeader(path, f"it is not valid JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise BadHeader(path, "it is not a JSON object")
+    return cast("dict[str, Any]", entries)
+
+
+def _metadata(path: Path, value: object) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise BadHeader(path, "__metadata__ is not a JSON object")
+    metadata = cast("dict[str, object]", value)
+    for key, text in metadata.items():
+        if not isinstance(text, str):
+            raise BadHeader(path, f"__metadata__ entry {key!r} is not a string")
+    return cast("dict[str, str]", metadata)
+
+
+def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+    if not name.isprintable():
+        _check_encodable(path, name)
+    if not isinstance(entry, dict):
+        raise BadHeader(path, "its entry is not a JSON object", name)
+    fields = cast("dict[str, object]", entry)
+    dtype = fields.get("dtype")
+    if not isinstance(dtype, str):
+        raise BadHeader(path, "its entry has no dtype", name)
+    bits = DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise UnknownDtype(path, name, dtype)
+    shape = _sizes(fields.get("shape"))
+    if shape is None:
+        raise BadHeader(path, f"its shape {fields.get('shape')!r} is not a list of sizes", name)
+    offsets = _sizes(fields.get("data_offsets"))
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise BadHeader(path, f"its data_offsets {fields.get('data_offsets')!r} are not a range", name)
+    start, end = offsets
+    promised = math.prod(shape) * bits
+    if (end - start) * 8 != promised:
+        needed = promised // 8 if promised % 8 == 0 else f"{promised} bits, not whole"
+        raise BadHeader(path, f"{dtype} {list(shape)} takes {needed} bytes, its range has {end - start}", name)
+    return TensorInfo(name, dtype, shape, data_start + start, end - start)
+
+
+def _check_encodable(path: Path, name: str) -> None:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadHeader(path, "its name is not valid Unicode", name) from error
+
+
+def _sizes(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list):
+        return None
+    sizes = cast("list[object]", value)
+    return cast("tuple[int, ...]", tuple(sizes)) if all(type(n) is int and n >= 0 for n in sizes) else None
+
+
+def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size: int) -> None:
+    """Ranges must follow each other without gap or overlap, and end where the file ends."""
+    position = data_start
+    for tensor in tensors:
+        if tensor.start != position:
+            what = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
+            raise BadHeader(path, f"its range {what}", tensor.name)
+        position += tensor.nbytes
+    if size < position:
+        raise TruncatedFile(path, size, position, "data")
+    if size > position:
+        raise TrailingBytes(path, size, position)
+    if not tensors:
+        raise UnreadableFile(path, "holds no tensors", "Download it again, or choose another file")

@@ -1,0 +1,233 @@
+"""The command line: serve, inspect, load, generate.
+
+Exit status: 0 done (inspect: the file can be loaded), 2 the file was refused, 1 wrong call or another error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from transplant.errors import OverrideArchMismatch, TransplantError, printable
+
+if TYPE_CHECKING:
+    from transplant.hosts.base import LoadSettings
+
+OK, FAILED, REFUSED = 0, 1, 2
+
+DESCRIPTION = "Put a single-file diffusion transformer into a diffusers pipeline."
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse exits with 2 on a wrong call, which here means that a file was refused."""
+
+    def error(self, message: str) -> NoReturn:
+        """See argparse."""
+        self.print_usage(sys.stderr)
+        self.exit(FAILED, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments without the program's name; no command or an option first means `serve`.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(argv)
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments.insert(0, "serve")
+    if arguments[0] == "serve":
+        from transplant.hosts.standalone.server import serve
+
+        return serve(arguments[1:])
+    try:
+        chosen = _parser().parse_args(arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else FAILED
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    command: Callable[[argparse.Namespace], int] = chosen.run
+    try:
+        return command(chosen)
+    except OverrideArchMismatch as refusal:
+        return _refused(refusal, chosen)
+    except (TransplantError, ValueError, OSError) as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: stopped", file=sys.stderr)
+        return FAILED
+
+
+_PROGRAM = "transplant"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=_PROGRAM, description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands.add_parser("serve", help="the WebUI (default); serve --help lists its options", add_help=False)
+
+    inspect = commands.add_parser("inspect", help="what a file holds and whether it can be loaded; from its header")
+    inspect.add_argument("file", type=Path)
+    inspect.add_argument("--base", help="the base model it is meant for: a diffusers folder or a cached repository id")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    _loading_options(inspect)
+    inspect.set_defaults(run=_inspect)
+
+    load = commands.add_parser("load", help="load a file over a base model; reports time and memory")
+    load.add_argument("file", type=Path)
+    load.add_argument("--base", required=True)
+    load.add_argument("--json", action="store_true", help="print JSON")
+    _loading_options(load)
+    load.set_defaults(run=_load)
+
+    generate = commands.add_parser("generate", help="make a picture")
+    generate.add_argument("--base", required=True)
+    generate.add_argument("--unet", type=Path, help="the file that replaces the base model's transformer")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--negative-prompt", default="")
+    generate.add_argument("--steps", type=_at_least(1), default=8)
+    generate.add_argument("--guidance", type=float, default=1.0)
+    generate.add_argument("--width", type=_at_least(16), default=256, help="pixels, default 256")
+    generate.add_argument("--height", type=_at_least(16), default=256, help="pixels, default 256")
+    generate.add_argument("--seed", type=_at_least(0), default=0)
+    generate.add_argument("-o", "--output", type=Path, default=Path("out.png"))
+    generate.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    _loading_options(generate)
+    generate.set_defaults(run=_generate)
+    return parser
+
+
+def _loading_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="compute dtype")
+    parser.add_argument("--no-mmap", action="store_true", help="read files from start to end instead of mapping them")
+
+
+def _settings(arguments: argparse.Namespace) -> LoadSettings:
+    from transplant.hosts.base import default_settings
+
+    return default_settings(arguments.device, arguments.dtype, False if arguments.no_mmap else None)
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
+        return value
+
+    return number
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from transplant.architectures.detect import identify
+    from transplant.checkpoint.header import read_header
+    from transplant.checkpoint.naming import normalise
+    from transplant.view import file_groups, file_json, file_rows, group_table, table
+
+    header = read_header(arguments.file)
+    keys = normalise(header.path, header.tensors)
+    detection = identify(keys)
+    if arguments.base:
+        try:
+            return _inspect_over_base(arguments)
+        except OverrideArchMismatch as refusal:
+            told = file_json(header, keys, detection) if arguments.json else {}
+            if not arguments.json:
+                print(table(file_rows(header, keys, detection)))
+            return _refused(refusal, arguments, told)
+    if arguments.json:
+        print(json.dumps(file_json(header, keys, detection), indent=2))
+    else:
+        print(f"{table(file_rows(header, keys, detection))}\n\n{group_table(file_groups(header, keys))}")
+    return OK
+
+
+def _inspect_over_base(arguments: argparse.Namespace) -> int:
+    from transplant.plan import plan
+    from transplant.view import group_table, plan_groups, plan_json, plan_rows, table
+
+    settings = _settings(arguments)
+    planned = plan(
+        arguments.file, arguments.base, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap
+    )
+    if arguments.json:
+        print(json.dumps(plan_json(planned), indent=2))
+    else:
+        print(f"{table(plan_rows(planned))}\n\n{group_table(plan_groups(planned))}")
+    return OK
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    from transplant.build import build
+    from transplant.memory import anonymous_bytes
+    from transplant.plan import plan
+    from transplant.view import plan_json, plan_rows, size, table
+
+    settings = _settings(arguments)
+    start = time.perf_counter()
+    planned = plan(
+        arguments.file, arguments.base, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap
+    )
+    planning = time.perf_counter() - start
+    before = anonymous_bytes()
+    built = build(planned)
+    grown = max(anonymous_bytes() - before, 0)
+    if arguments.json:
+        figures = {"plan_seconds": planning, "build_seconds": built.seconds, "memory_bytes": grown}
+        print(json.dumps({**plan_json(planned), **figures}, indent=2))
+    else:
+        rows = plan_rows(planned)[:-1]
+        rows.append(("loaded", f"planned in {planning:.2f} s, built in {built.seconds:.2f} s"))
+        rows.append(("memory", f"{size(grown)} of its own on the CPU, {size(planned.mapped_bytes)} mapped"))
+        print(table(rows))
+    return OK
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from transplant.digest import Digests
+    from transplant.generate import Request, generate, infotext
+    from transplant.hosts.base import PlainHost
+    from transplant.pictures import png_bytes
+    from transplant.pipeline import Session
+    from transplant.slots import Override
+    from transplant.storage import write_atomically
+
+    session = Session(PlainHost(_settings(arguments)))
+    override = Override(arguments.unet.stem, arguments.unet) if arguments.unet else None
+    outcome = session.load_base(arguments.base, override)
+    if outcome.refused is not None:
+        raise outcome.refused
+    assert session.pipeline is not None and session.base is not None
+    request = Request(
+        arguments.prompt, arguments.negative_prompt, arguments.steps, arguments.guidance,
+        arguments.width, arguments.height, arguments.seed,
+    )  # fmt: skip
+    names = {"Model": session.base.path.name}
+    if override is not None:
+        names |= {"UNET": override.name, "UNET hash": Digests().short(override.path)}
+    for picture in generate(session.pipeline, request):
+        write_atomically(arguments.output, png_bytes(picture.image, infotext(request, picture.seed, names)))
+    print(arguments.output)
+    return OK
+
+
+def _refused(
+    refusal: OverrideArchMismatch, arguments: argparse.Namespace, known: Mapping[str, Any] | None = None
+) -> int:
+    if arguments.json:
+        told = {**(known or {"file": str(refusal.file)}), "verdict": "refused", "reason": type(refusal).__name__}
+        told |= {"message": str(refusal), "problem": refusal.problem, "remedy": refusal.remedy}
+        print(json.dumps(told, indent=2))
+    else:
+        print(f"refused: {printable(str(refusal))}", file=sys.stderr)
+    return REFUSED

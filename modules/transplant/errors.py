@@ -1,0 +1,324 @@
+"""The error tree. Every message says what is wrong, with which tensor or file, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def printable(text: str) -> str:
+    """`text` with control characters and lone surrogates escaped, fit for a message or a log line."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def sample(names: Sequence[str], limit: int = 5) -> str:
+    """Up to `limit` names as one phrase, with how many more there are."""
+    shown = ", ".join(printable(name) for name in names[:limit])
+    more = len(names) - limit
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+class TransplantError(Exception):
+    """Base of every error that Transplant raises on purpose."""
+
+
+class BaseModelError(TransplantError):
+    """The base model's folder cannot be used: no model_index.json, no such component, unknown class."""
+
+
+class OptionError(TransplantError):
+    """A value that an option cannot take.
+
+    Attributes:
+        key: the option's key.
+        value: the value that was refused.
+    """
+
+    def __init__(self, key: str, value: object, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.key = key
+        self.value = value
+
+
+class LoadCancelled(TransplantError):
+    """The user cancelled a load. What was loaded before is unchanged or restored."""
+
+
+class OverrideArchMismatch(TransplantError):
+    """A chosen file that cannot replace the transformer. The one recoverable error of a load.
+
+    Attributes:
+        file: path of the refused file.
+        problem: what is wrong, without the file's name.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, file: Path | str, problem: str, remedy: str) -> None:
+        self.file = Path(file)
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{printable(self.file.name)}: {problem}. {remedy}")
+
+
+class UnreadableFile(OverrideArchMismatch):
+    """The bytes are not a complete, valid safetensors file."""
+
+
+class NotACheckpoint(UnreadableFile):
+    """The file is something else: a web page, a git-lfs pointer, a pickle, an archive, empty.
+
+    Attributes:
+        found: what the file really is.
+    """
+
+    def __init__(self, file: Path | str, found: str, remedy: str) -> None:
+        super().__init__(file, f"is not a safetensors file but {found}", remedy)
+        self.found = found
+
+
+class TruncatedFile(UnreadableFile):
+    """The file ends before its header or its last tensor does.
+
+    Attributes:
+        found_bytes: the file's size.
+        expected_bytes: the size that the header promises.
+        where: "header" or "data".
+    """
+
+    def __init__(self, file: Path | str, found_bytes: int, expected_bytes: int, where: str) -> None:
+        at_least = "at least " if where == "header" else ""
+        cut = "inside the header" if where == "header" else "inside the tensor data"
+        super().__init__(
+            file,
+            f"is incomplete, cut {cut}: {found_bytes:,} of {at_least}{expected_bytes:,} bytes",
+            "Download it again",
+        )
+        self.found_bytes = found_bytes
+        self.expected_bytes = expected_bytes
+        self.where = where
+
+
+class TrailingBytes(UnreadableFile):
+    """The file is longer than its header promises.
+
+    Attributes:
+        found_bytes: the file's size.
+        expected_bytes: the size that the header promises.
+    """
+
+    def __init__(self, file: Path | str, found_bytes: int, expected_bytes: int) -> None:
+        super().__init__(
+            file,
+            f"has {found_bytes - expected_bytes:,} bytes after its last tensor "
+            f"({found_bytes:,} bytes, the header promises {expected_bytes:,})",
+            "It was damaged or appended to: download it again",
+        )
+        self.found_bytes = found_bytes
+        self.expected_bytes = expected_bytes
+
+
+class BadHeader(UnreadableFile):
+    """The header contradicts itself or the safetensors format.
+
+    Attributes:
+        tensor: the tensor whose entry is wrong, or None where the header as a whole is.
+    """
+
+    def __init__(self, file: Path | str, detail: str, tensor: str | None = None) -> None:
+        where = f"tensor {printable(tensor)}: " if tensor is not None else ""
+        super().__init__(file, f"has a broken header: {where}{detail}", "Download it again, or ask its author")
+        self.tensor = tensor
+
+
+class UnknownDtype(UnreadableFile):
+    """A tensor is stored in a dtype that is not known.
+
+    Attributes:
+        tensor: the tensor's name.
+        dtype: the dtype as written in the header.
+    """
+
+    def __init__(self, file: Path | str, tensor: str, dtype: str, known: Sequence[str] = ()) -> None:
+        super().__init__(
+            file,
+            f"tensor {printable(tensor)} has the dtype {printable(dtype)!r}, which cannot be loaded",
+            f"Convert it to one of: {', '.join(known)}" if known else "Convert it to BF16, F16 or F32",
+        )
+        self.tensor = tensor
+        self.dtype = dtype
+
+
+class FileChanged(UnreadableFile):
+    """The file on the disk is not the one that was planned: its size or time differs."""
+
+    def __init__(self, file: Path | str) -> None:
+        super().__init__(file, "was changed on disk between reading its header and loading it", "Choose it again")
+
+
+class DuplicateTensor(UnreadableFile):
+    """Two stored tensors claim one name once prefixes and wrappers are taken off.
+
+    Attributes:
+        tensor: the name that both claim.
+        stored: the two stored names.
+    """
+
+    def __init__(self, file: Path | str, tensor: str, stored: tuple[str, str]) -> None:
+        super().__init__(
+            file,
+            f"holds {printable(tensor)} twice, as {printable(stored[0])} and as {printable(stored[1])}",
+            "It cannot be told which of them is meant: use a file that holds one",
+        )
+        self.tensor = tensor
+        self.stored = stored
+
+
+class MixedPrefixes(OverrideArchMismatch):
+    """Keys under more than one prefix, of which only one can be the transformer.
+
+    Attributes:
+        prefix: the prefix that most keys carry ("" for none).
+        strangers: stored names outside it that belong to no known companion.
+    """
+
+    def __init__(self, file: Path | str, prefix: str, strangers: Sequence[str]) -> None:
+        named = f"the prefix {prefix!r}" if prefix else "no prefix"
+        super().__init__(
+            file,
+            f"mixes key prefixes: most keys have {named}, but {len(strangers)} do not follow it "
+            f"and belong to no known part of a bundle ({sample(strangers)})",
+            "Use a file that holds the transformer alone, or a bundle with the usual prefixes",
+        )
+        self.prefix = prefix
+        self.strangers = tuple(strangers)
+
+
+class NotATransformer(OverrideArchMismatch):
+    """A checkpoint of another kind: LoRA, VAE, text encoder, ControlNet.
+
+    Attributes:
+        kind: what the file is.
+        why: the key or keys that show it.
+    """
+
+    def __init__(self, file: Path | str, kind: str, why: str, remedy: str) -> None:
+        super().__init__(file, f"is a {kind}, not a transformer ({why})", remedy)
+        self.kind = kind
+        self.why = why
+
+
+class WrongArchitecture(OverrideArchMismatch):
+    """The file's network is another one than the base model's.
+
+    Attributes:
+        expected: architecture of the base model.
+        found: architecture of the file, or None where no known one fits.
+    """
+
+    def __init__(self, file: Path | str, expected: str, found: str | None, why: str) -> None:
+        what = f"is a {found} transformer" if found else "is of no architecture known here"
+        remedy = (
+            f"Choose a base model of the {found} family first, or a file made for {expected}"
+            if found
+            else f"Choose a file made for {expected}"
+        )
+        super().__init__(file, f"{what} ({why}), the base model is {expected}", remedy)
+        self.expected = expected
+        self.found = found
+
+
+class ShapeMismatch(OverrideArchMismatch):
+    """A tensor of another shape than the base model's config asks for.
+
+    Attributes:
+        tensor: the target tensor's name.
+        stored: the stored name(s) it comes from.
+        expected: the shape that the model has.
+        found: the shape in the file.
+        count: how many tensors differ altogether.
+    """
+
+    def __init__(
+        self,
+        file: Path | str,
+        tensor: str,
+        stored: str,
+        expected: tuple[int, ...],
+        found: tuple[int, ...],
+        count: int,
+    ) -> None:
+        more = f"; {count} tensors differ altogether" if count > 1 else ""
+        super().__init__(
+            file,
+            f"is of another size than the base model: tensor {printable(stored)} has shape {list(found)}, "
+            f"{tensor} of the model has {list(expected)}{more}",
+            "Choose a base model of this file's size, or a file of the base model's",
+        )
+        self.tensor = tensor
+        self.stored = stored
+        self.expected = expected
+        self.found = found
+        self.count = count
+
+
+class MissingTensors(OverrideArchMismatch):
+    """The file lacks tensors that the model needs.
+
+    Attributes:
+        names: the target tensors' names.
+    """
+
+    def __init__(self, file: Path | str, names: Sequence[str], architecture: str) -> None:
+        super().__init__(
+            file,
+            f"lacks {len(names)} tensors of {architecture} ({sample(names)})",
+            "It is incomplete or a variant that is not supported: use a complete file",
+        )
+        self.names = tuple(names)
+
+
+class UnexpectedTensors(OverrideArchMismatch):
+    """The file holds tensors that have no place in the model.
+
+    Attributes:
+        names: the stored names.
+    """
+
+    def __init__(self, file: Path | str, names: Sequence[str], architecture: str) -> None:
+        super().__init__(
+            file,
+            f"holds {len(names)} tensors that have no place in {architecture} ({sample(names)})",
+            "Leaving them out would change the result: use a file made for this model",
+        )
+        self.names = tuple(names)
+
+
+class UnsupportedQuantization(OverrideArchMismatch):
+    """Quantized layers in a form that cannot be loaded exactly.
+
+    Attributes:
+        formats: the formats found, each with its count of layers.
+    """
+
+    def __init__(self, file: Path | str, formats: Sequence[str], why: str, remedy: str) -> None:
+        problem = f"is quantized in a form that cannot be loaded here: {', '.join(formats)} ({why})"
+        super().__init__(file, problem, remedy)
+        self.formats = tuple(formats)
+
+
+class ConverterFailed(OverrideArchMismatch):
+    """The architecture's key converter does not understand the file's keys.
+
+    Attributes:
+        converter: the converter's name.
+        detail: what it said.
+    """
+
+    def __init__(self, file: Path | str, converter: str, detail: str) -> None:
+        super().__init__(
+            file,
+            f"has keys that {converter} cannot convert: {detail}",
+            "It is a variant that is not supported: use a file in the ComfyUI, original or diffusers layout",
+        )
+        self.converter = converter
+        self.detail = detail

@@ -1,0 +1,1 @@
+"""How quantized layers are stored. So far: recognised, so that no quantized file is loaded as if it were not."""

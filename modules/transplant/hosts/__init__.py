@@ -1,0 +1,1 @@
+"""The programs that Transplant runs in. The core imports none of them."""

@@ -1,0 +1,139 @@
+"""Every option as data, once: the settings page, quicksettings, the API, a host's settings and the docs read this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from transplant.errors import OptionError
+from transplant.slots import DEFAULT
+
+Control = Literal["dropdown", "checkbox", "text", "number", "multiselect"]
+Effect = Literal["none", "base", "transformer", "reload", "page", "restart"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        key: its name in config.json and the API; SD.Next's own where SD.Next has it.
+        default: its value until the user sets another.
+        label: as shown.
+        control: how it is shown.
+        section: title of its section on the settings page.
+        choices: fixed choices; "bases", "overrides" or "options" name lists that change while running.
+        help: one sentence.
+        effect: what a change does: nothing until used, loads a base model, swaps the transformer, reloads
+            what is loaded, needs the page to be loaded again, or needs a restart.
+        minimum: smallest number.
+        maximum: largest number.
+    """
+
+    key: str
+    default: Any
+    label: str
+    control: Control
+    section: str
+    choices: tuple[str, ...] | Literal["bases", "overrides", "options"] | None = None
+    help: str = ""
+    effect: Effect = "none"
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def checked(self, value: object, dynamic: Mapping[str, Sequence[str]] | None = None) -> Any:
+        """The value as this option stores it.
+
+        Args:
+            value: what someone wants to set.
+            dynamic: the current members of the lists that change while running; a list that is not
+                given is not checked.
+
+        Raises:
+            OptionError: wrong type, not among the choices, out of range.
+        """
+        if self.control == "checkbox":
+            return self._boolean(value)
+        if self.control == "number":
+            return self._number(value)
+        if self.control == "multiselect":
+            return self._several(value, dynamic or {})
+        if not isinstance(value, str):
+            raise OptionError(self.key, value, f"must be a text, not {type(value).__name__}")
+        if self.control == "dropdown":
+            self._check_choice(value, dynamic or {})
+        elif "\0" in value or "\n" in value:
+            raise OptionError(self.key, value, "must be one line")
+        return value
+
+    def _boolean(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise OptionError(self.key, value, f"must be true or false, not {value!r}")
+        return value
+
+    def _number(self, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise OptionError(self.key, value, f"must be a number, not {value!r}")
+        if (self.minimum is not None and value < self.minimum) or (self.maximum is not None and value > self.maximum):
+            raise OptionError(self.key, value, f"must be from {self.minimum:g} to {self.maximum:g}, not {value:g}")
+        return int(value) if isinstance(self.default, int) else float(value)
+
+    def _several(self, value: object, dynamic: Mapping[str, Sequence[str]]) -> list[str]:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in cast("list[object]", value)):
+            raise OptionError(self.key, value, "must be a list of texts")
+        items = list(dict.fromkeys(cast("list[str]", value)))
+        for item in items:
+            self._check_choice(item, dynamic)
+        return items
+
+    def _check_choice(self, value: str, dynamic: Mapping[str, Sequence[str]]) -> None:
+        choices = dynamic.get(self.choices) if isinstance(self.choices, str) else self.choices
+        if choices is not None and value not in choices:
+            shown = ", ".join(choices[:8]) + (", ..." if len(choices) > 8 else "")
+            raise OptionError(self.key, value, f"there is no {value!r}; the choices are {shown or 'none yet'}")
+
+
+MODELS, LOADING, PICTURES, INTERFACE = "Models", "Loading", "Pictures", "User interface"
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "sd_model_checkpoint", "", "Base model", "dropdown", MODELS, "bases",
+        "The diffusers pipeline that everything but the transformer comes from.", "base",
+    ),
+    Option(
+        "sd_unet", DEFAULT, "UNET model", "dropdown", MODELS, "overrides",
+        "The file that replaces the base model's transformer; Default is the base model's own.", "transformer",
+    ),
+    Option(
+        "transplant_hub_cache", True, "List base models of the Hugging Face cache", "checkbox", MODELS,
+        help="Also offer pipelines that were downloaded by other programs.",
+    ),
+    Option(
+        "cuda_dtype", "auto", "Compute dtype", "dropdown", LOADING, ("auto", "bf16", "fp16", "fp32"),
+        "Auto is bf16 on a GPU that computes in it, else fp16; fp32 on the CPU.", "reload",
+    ),
+    Option(
+        "transplant_mmap", "auto", "Map files into memory", "dropdown", LOADING, ("auto", "on", "off"),
+        "On keeps weights in their file where that is possible; off reads files from start to end, for network "
+        "drives. Auto is off on Windows.", "reload",
+    ),
+    Option(
+        "samples_save", True, "Save every picture", "checkbox", PICTURES,
+        help="Pictures that are not saved are gone when the program ends.",
+    ),
+    Option(
+        "quicksettings_list", ["sd_model_checkpoint", "sd_unet"], "Quicksettings", "multiselect", INTERFACE, "options",
+        "Options shown at the top of the page, in this order.", "page",
+    ),
+)  # fmt: skip
+"""In the order of the settings page. Options that a host has already are not registered again there."""
+
+
+def option(key: str) -> Option:
+    """The option called `key`. Raises OptionError where there is none."""
+    found = next((option for option in OPTIONS if option.key == key), None)
+    if found is None:
+        raise OptionError(key, None, "there is no such option")
+    return found

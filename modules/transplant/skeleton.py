@@ -1,0 +1,74 @@
+"""Diffusers classes by name, and their networks without weights."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import Converter as NamedConverter
+from transplant.errors import BaseModelError
+from transplant.recipe import CONVERTER_ERRORS, Converter
+
+if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+
+
+def resolve_class(name: str) -> type[ModelMixin]:
+    """The diffusers model class called `name`. Raises BaseModelError where there is none."""
+    import diffusers
+    from diffusers.models.modeling_utils import ModelMixin
+
+    cls = getattr(diffusers, name, None)
+    if not (inspect.isclass(cls) and issubclass(cls, ModelMixin)):
+        raise BaseModelError(f"diffusers {diffusers.__version__} has no model class {name}: a newer diffusers may")
+    return cls
+
+
+def resolve_converter(converter: NamedConverter) -> Converter:
+    """The function that a spec names. Raises BaseModelError where this diffusers lacks it."""
+    if not isinstance(converter, str):
+        return converter
+    module, _, name = converter.partition(":")
+    function = getattr(importlib.import_module(module), name, None)
+    if function is None:
+        raise BaseModelError(f"{module} has no {name}: a newer diffusers may")
+    return cast("Converter", function)
+
+
+def empty_network(cls: type[ModelMixin], config: Mapping[str, Any], **kwargs: Any) -> ModelMixin:
+    """A network whose parameters are on meta, while buffers keep the values that __init__ gives them.
+
+    Args:
+        cls: the class.
+        config: its config, as in config.json.
+        kwargs: passed on to `from_config`.
+
+    Raises:
+        BaseModelError: the class does not accept the config.
+    """
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            return cast("Any", cls).from_config(dict(config), **kwargs)  # of ConfigMixin, which ModelMixin is not
+    except CONVERTER_ERRORS as error:
+        raise BaseModelError(f"{cls.__name__} cannot be made from the base model's config.json ({error})") from error
+
+
+def make_default_spec(cls: str, component: str = "transformer") -> TransformerSpec:
+    """A spec for a diffusers class that has no file of its own.
+
+    The converter is the one of diffusers' single-file table. The layouts carry no telling keys: which
+    one a file has is decided by comparing its names with the model's.
+    """
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    table = cast("Mapping[str, Mapping[str, Any]]", SINGLE_FILE_LOADABLE_CLASSES)
+    converter = cast("Converter | None", table.get(cls, {}).get("checkpoint_mapping_fn"))
+    layouts = (Layout(DIFFUSERS_LAYOUT, Keys()),)
+    if converter is not None:
+        layouts += (Layout("original", Keys(), converter),)
+    return TransformerSpec(cls, cls, ("",), layouts, component=component, subfolder=component)
