@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from transplant.base_model import BaseModel
 from transplant.errors import BaseModelError, LoadCancelled
 from transplant.hosts.base import LoadSettings
@@ -15,7 +17,9 @@ from transplant.hosts.base import LoadSettings
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-_LIBRARY_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
+_LIBRARY_ERRORS = (
+    SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError,
+)  # fmt: skip
 """What diffusers and transformers raise on a folder that is incomplete, damaged or too new for them."""
 
 

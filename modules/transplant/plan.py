@@ -14,7 +14,7 @@ import torch
 
 from transplant.architectures import SPECS
 from transplant.architectures.detect import Detection, identify, refuse_other_kinds
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Converter, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Converter, Keys, Layout, TransformerSpec
 from transplant.base_model import BaseModel, read_base
 from transplant.checkpoint.header import Header, read_header
 from transplant.checkpoint.naming import NamedKeys, normalise, split_siblings
@@ -31,7 +31,7 @@ from transplant.errors import (
 )
 from transplant.formats.containers import refuse_quantized
 from transplant.recipe import CONVERTER_ERRORS, Made, Recipe, Rows, as_named, ranges_of, trace
-from transplant.skeleton import empty_network, make_default_spec, resolve_class, resolve_converter
+from transplant.skeleton import make_default_spec, resolve_class, resolve_converter, shapes_only
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -183,9 +183,9 @@ def plan(
     base = base if isinstance(base, BaseModel) else read_base(base)
     header = read_header(file)
     keys = normalise(header.path, header.tensors)
-    detection = identify(keys)
-    refuse_other_kinds(header.path, detection)
     spec = spec_for(base, component)
+    detection = identify(keys).seen_as(spec)
+    refuse_other_kinds(header.path, detection)
     _check_architecture(header, keys, detection, spec)
     refuse_quantized(header, keys)
     draft = _Draft(
@@ -193,17 +193,19 @@ def plan(
         mmap_by_default() if use_mmap is None else use_mmap,
     )  # fmt: skip
     shapes = {name: header.tensors[stored].shape for name, stored in keys.stored.items()}
-    base_config = base.config(component or spec.subfolder)
+    component = component or spec.component
+    base_config = base.config(component if component != spec.component else spec.subfolder)
     changes = {**(spec.infer_config(base_config, shapes) if spec.infer_config else {}), **(config_kwargs or {})}
     own, siblings = split_siblings(keys.stored, [sibling.inline_prefix for sibling in spec.siblings])
-    junk = [name for name in own if name in spec.junk]
+    junk = {name for name in own if spec.drops(name)}
+    network = shapes_only(resolve_class(base.component(component).cls), {**base_config, **changes})
     transformer, layout = _plan_transformer(
-        draft, spec, detection, component or spec.component,
-        [name for name in own if name not in spec.junk], {**base_config, **changes},
-    )  # fmt: skip
+        draft, spec, detection, component, network, [name for name in own if name not in junk]
+    )
+    dropped = tuple(keys.stored[name] for name in own if name in junk)
     return LoadPlan(
         header, base, spec, layout, detection.why, keys.prefix, keys.companions,
-        tuple(keys.stored[name] for name in junk), transformer, _plan_siblings(draft, spec, base, siblings),
+        dropped, transformer, _plan_siblings(draft, spec, base, siblings),
         changes, draft.device, draft.use_mmap, _warnings(draft, transformer),
     )  # fmt: skip
 
@@ -252,16 +254,16 @@ class _Draft:
 
 
 def _check_architecture(header: Header, keys: NamedKeys, detection: Detection, spec: TransformerSpec) -> None:
-    if detection.spec is spec:
+    telling = any(layout.keys != Keys() for layout in spec.layouts)
+    if detection.spec is spec or not telling:  # names that tell nothing are judged against the network's own, later
         return
     if detection.spec is not None:
         raise WrongArchitecture(header.path, spec.name, detection.spec.name, detection.why)
-    if any(layout.keys != type(layout.keys)() for layout in spec.layouts):
-        near = detection.nearest
-        hint = f"nearest is {near}; " if near else ""
-        expected = sample(spec.layouts[-1].keys.all_of, 3)
-        why = f"{hint}its keys are like {sample(list(keys.stored.values()), 3)}, expected are like {expected}"
-        raise WrongArchitecture(header.path, spec.name, None, why)
+    near = detection.nearest
+    hint = f"nearest is {near}; " if near else ""
+    expected = sample(spec.layouts[-1].keys.all_of, 3)
+    why = f"{hint}its keys are like {sample(list(keys.stored.values()), 3)}, expected are like {expected}"
+    raise WrongArchitecture(header.path, spec.name, None, why)
 
 
 def _plan_transformer(
@@ -269,22 +271,26 @@ def _plan_transformer(
     spec: TransformerSpec,
     detection: Detection,
     component: str,
+    network: ModelMixin,
     names: Sequence[str],
-    config: Mapping[str, Any],
 ) -> tuple[ComponentPlan, str]:
-    cls = resolve_class(spec.cls)
-    network = empty_network(cls, config)
-    layout = detection.layout or _layout_by_names(spec, names, set(network.state_dict()))
-    made = _make(draft, names, layout.converter, config)
+    fits = detection.spec is spec and detection.layout
+    layout = fits or _layout_by_names(draft, spec, detection, names, set(network.state_dict()))
+    made = _make(draft, names, layout.converter, dict(network.config))
     return _plan_component(draft, spec, component, network, made, names), layout.name
 
 
-def _layout_by_names(spec: TransformerSpec, names: Sequence[str], targets: set[str]) -> Any:
+def _layout_by_names(
+    draft: _Draft, spec: TransformerSpec, detection: Detection, names: Sequence[str], targets: set[str]
+) -> Layout:
     """For an architecture without telling keys: the model's own names where most of the file's are."""
-    known = sum(name in targets for name in names)
     as_stored = [layout for layout in spec.layouts if layout.name == DIFFUSERS_LAYOUT]
     others = [layout for layout in spec.layouts if layout.name != DIFFUSERS_LAYOUT]
-    return (as_stored if 2 * known >= len(names) or not others else others)[0]
+    if 2 * sum(name in targets for name in names) >= len(names):
+        return as_stored[0]
+    if detection.spec is not None:
+        raise WrongArchitecture(draft.header.path, spec.name, detection.spec.name, detection.why)
+    return (others or as_stored)[0]
 
 
 def _plan_siblings(
@@ -297,7 +303,7 @@ def _plan_siblings(
             continue
         config = base.config(sibling.subfolder)
         made = _make(draft, names, sibling.converter, config, sibling.inline_prefix)
-        network = empty_network(resolve_class(sibling.cls), config)
+        network = shapes_only(resolve_class(sibling.cls), config)
         parts.append(_plan_component(draft, spec, sibling.component, network, made, names))
     return tuple(parts)
 

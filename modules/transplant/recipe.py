@@ -158,6 +158,9 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable or func.overloadpacket is torch.ops.aten.as_strided:
+            # A write shows in every view of the same memory, and a stride reaches outside the rows: recipes cannot.
+            raise ValueError(f"the converter uses {func}, which depends on memory that tensors share")
         result = func(*args, **kwargs)
         outputs = list(result) if isinstance(result, (list, tuple)) else [result]
         rows = self._as_rows(func, args, kwargs, outputs)
@@ -177,6 +180,8 @@ class _Tracer(TorchDispatchMode):
                 return self.recipe_of(value)
             if isinstance(value, (list, tuple)):
                 return tuple(symbolic(item) for item in cast("Sequence[Any]", value))
+            if isinstance(value, torch.device) and value.type == "meta":
+                return None  # "where the source is", and real sources are not on meta
             return value
 
         return Replay(func, symbolic(args), {key: symbolic(value) for key, value in kwargs.items()}, output)
@@ -186,14 +191,14 @@ class _Tracer(TorchDispatchMode):
         aten = torch.ops.aten
         named = _named_arguments(func, args, kwargs)
         if func.overloadpacket is aten.cat:
-            return self._joined(named["tensors"], named["dim"])
+            return self._joined(named["tensors"], named["dim"], outputs[0])
         tensor = named.get("self")
         source = self._recipes.get(id(tensor))
         if tensor is None or not isinstance(source, Rows):
             return None
         if func.overloadpacket in _VALUE_PRESERVING:
             same = outputs[0].shape == tensor.shape and outputs[0].dtype == tensor.dtype
-            return [source] if same else None
+            return [source] if same and outputs[0].is_contiguous() else None
         if func.overloadpacket not in (aten.split, aten.split_with_sizes, aten.slice) or named["dim"] % tensor.ndim:
             return None
         if named.get("step", 1) != 1:
@@ -201,10 +206,11 @@ class _Tracer(TorchDispatchMode):
         start = min(max(_from_end(named.get("start") or 0, len(tensor)), 0), len(tensor))
         return _cut(source, start, [len(output) for output in outputs])
 
-    def _joined(self, tensors: Sequence[torch.Tensor], dim: int) -> list[Rows] | None:
+    def _joined(self, tensors: Sequence[torch.Tensor], dim: int, joined: torch.Tensor) -> list[Rows] | None:
         parts = [self._recipes.get(id(tensor)) for tensor in tensors]
         rows = [part for part in parts if isinstance(part, Rows)]
-        if len(rows) < len(parts) or dim % tensors[0].ndim:
+        cast_or_reshaped = any(tensor.dtype != joined.dtype or tensor.ndim != joined.ndim for tensor in tensors)
+        if len(rows) < len(parts) or cast_or_reshaped or dim % joined.ndim:
             return None
         return [Rows(_merged([piece for part in rows for piece in part.ranges]))]
 
@@ -246,7 +252,8 @@ def _slice_rows(source: Rows, start: int, stop: int) -> Rows:
         if low < high:
             ranges.append(RowRange(part.source, part.start + low, part.start + high))
         position += count
-    return Rows(tuple(ranges))
+    first = source.ranges[0]
+    return Rows(tuple(ranges) or (RowRange(first.source, first.start, first.start),))
 
 
 def _whole(source: str, shape: Shape) -> Rows:

@@ -58,12 +58,35 @@ def empty_network(cls: type[ModelMixin], config: Mapping[str, Any], **kwargs: An
         raise BaseModelError(f"{cls.__name__} cannot be made from the base model's config.json ({error})") from error
 
 
+def shapes_only(cls: type[ModelMixin], config: Mapping[str, Any]) -> ModelMixin:
+    """A network that is all on meta: enough to know its tensors, without computing buffers, which can take seconds.
+
+    Args:
+        cls: the class.
+        config: its config, as in config.json.
+
+    Raises:
+        BaseModelError: the class does not accept the config.
+    """
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=True):
+            return cast("Any", cls).from_config(dict(config))
+    except CONVERTER_ERRORS:  # a class whose __init__ needs real values
+        return empty_network(cls, config)
+
+
 def make_default_spec(cls: str, component: str = "transformer") -> TransformerSpec:
     """A spec for a diffusers class that has no file of its own.
 
     The converter is the one of diffusers' single-file table. The layouts carry no telling keys: which
     one a file has is decided by comparing its names with the model's.
+
+    Raises:
+        BaseModelError: this diffusers has no such class.
     """
+    resolve_class(cls)
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     table = cast("Mapping[str, Mapping[str, Any]]", SINGLE_FILE_LOADABLE_CLASSES)

@@ -16,7 +16,7 @@ SIDECARS = (
 )  # fmt: skip
 """Endings of the names of tensors that belong to a quantized layer beside its weight."""
 
-_PACKED = frozenset({"U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
+_PACKED = frozenset({"U8", "I8", "F4", "F8_E8M0"})
 """Dtypes that a weight has only where it is quantized."""
 
 

@@ -1,0 +1,145 @@
+"""The command line as a user calls it: output, exit status, and where each goes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from test_plan import base_folder
+from tiny_models import make_demo, write_from_manifest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_demo.make_demo(folder)
+    return folder
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "extension.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_inspect_without_a_base(models: Path) -> None:
+    """What the file is, from its header, in a fraction of a second because no torch is imported."""
+    file = models / make_demo.BUNDLE
+    start = time.perf_counter()
+    done = run("inspect", file)
+    assert time.perf_counter() - start < 2
+    assert done.returncode == 0
+    assert "Z-Image" in done.stdout
+    told = json.loads(run("inspect", file, "--json").stdout)
+    assert told["kind"] == "transformer"
+    assert told["prefix"] == "model.diffusion_model."
+    assert set(told["companions"]) == {"text encoder", "VAE"}
+
+
+def test_inspect_over_a_base(models: Path) -> None:
+    """Status 0 and the plan where it fits, 2 and the reason where it does not; JSON in both cases."""
+    base = models / make_demo.BASE
+    fits = run("inspect", models / make_demo.COMFYUI, "--base", base, "--json")
+    assert fits.returncode == 0
+    told = json.loads(fits.stdout)
+    assert told["verdict"] == "can be loaded"
+    assert told["resident_bytes"] > 0
+    refused = run("inspect", models / make_demo.FLUX, "--base", base, "--json")
+    assert refused.returncode == 2
+    told = json.loads(refused.stdout)
+    assert (told["verdict"], told["reason"]) == ("refused", "WrongArchitecture")
+    assert told["kind"]
+    plain = run("inspect", models / make_demo.FLUX, "--base", base)
+    assert plain.returncode == 2
+    assert "refused: demo-flux.safetensors" in plain.stderr
+    assert "Traceback" not in plain.stderr
+
+
+def test_inspect_a_real_file(tmp_path: Path) -> None:
+    """The full-size Z-Image file over the real config."""
+    file = write_from_manifest(tmp_path / "z.safetensors", "z_image_turbo_comfy_bf16")
+    done = run(
+        "inspect", file, "--base", base_folder(tmp_path / "base", {}), "--dtype", "bf16", "--device", "cpu", "--json"
+    )
+    file.unlink()
+    told = json.loads(done.stdout)
+    assert told["resident_bytes"] == told["mapped_bytes"] == 12_309_817_472
+    assert told["peak_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "x", "--no-such-option"],
+        ["load", "x"],
+        ["frobnicate"],
+        ["generate", "--base", "x"],
+        ["generate", "--base", "x", "--prompt", "p", "--steps", "0"],
+        ["inspect", "x", "--dtype", "fp7"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_calls(arguments: list[str]) -> None:
+    """Status 1 and one hint, never a traceback."""
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "load"])
+def test_bad_files_and_bases(command: str, models: Path, tmp_path: Path) -> None:
+    """A file that cannot be read is refused (2); a base that cannot be used is an error (1)."""
+    empty = tmp_path / "empty.safetensors"
+    empty.write_bytes(b"")
+    done = run(command, empty, "--base", models / make_demo.BASE)
+    assert done.returncode == 2
+    assert "empty (0 bytes)" in done.stderr
+    done = run(command, models / make_demo.COMFYUI, "--base", tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert "no such folder" in done.stderr
+    done = run(command, models / make_demo.COMFYUI, "--base", models / make_demo.BASE, "--device", "cuda:9")
+    assert done.returncode == 1
+    assert "cuda:9" in done.stderr
+
+
+def test_load_reports_time_and_memory(models: Path) -> None:
+    """Loads for real and tells what it took."""
+    done = run("load", models / make_demo.COMFYUI, "--base", models / make_demo.BASE, "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert told["build_seconds"] > 0
+    assert told["memory_bytes"] <= told["peak_bytes"] + 20_000_000
+
+
+def test_generate(models: Path, tmp_path: Path) -> None:
+    """A picture whose metadata name base, file and short hash; another file draws another picture."""
+    common = ["generate", "--base", models / make_demo.BASE, "--prompt", "a red circle", "--steps", 2]
+    common += ["--width", 64, "--height", 64, "--seed", 5]
+    done = run(*common, "-o", tmp_path / "base.png")
+    assert done.returncode == 0, done.stderr
+    run(*common, "--unet", models / make_demo.COMFYUI, "-o", tmp_path / "file.png")
+    base, file = Image.open(tmp_path / "base.png"), Image.open(tmp_path / "file.png")
+    assert base.tobytes() != file.tobytes()
+    assert "UNET" not in base.info["parameters"]
+    assert "Model: transplant-demo-z-image, UNET: demo-comfyui-bf16, UNET hash: " in file.info["parameters"]
+    refused = run(*common, "--unet", models / make_demo.FLUX, "-o", tmp_path / "no.png")
+    assert refused.returncode == 2
+    assert not (tmp_path / "no.png").exists()
+
+
+def test_generate_sizes_that_cannot_be_drawn(models: Path, tmp_path: Path) -> None:
+    """The pipeline's own reason, in one line."""
+    done = run(
+        "generate", "--base", models / make_demo.BASE, "--prompt", "x", "--width", 70, "-o", tmp_path / "x.png"
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "divisible" in done.stderr
+    assert "Traceback" not in done.stderr
