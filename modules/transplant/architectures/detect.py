@@ -8,7 +8,7 @@ unless they hold all of its telling keys.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transplant.architectures import SPECS
@@ -54,6 +54,15 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """An architecture whose telling keys a file holds, and how it is written."""
+
+    spec: TransformerSpec
+    layout: Layout
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
 class Detection:
     """The answer.
 
@@ -63,6 +72,8 @@ class Detection:
         layout: how its keys are written.
         why: the keys that decided it.
         rejected: why each other architecture lost.
+        fits: every architecture that the file may be, the winner first. More than one only where neither names
+            nor shapes tell them apart, as with Anima and Cosmos Predict 2.
     """
 
     kind: str
@@ -70,6 +81,12 @@ class Detection:
     layout: Layout | None
     why: str
     rejected: tuple[Rejected, ...]
+    fits: tuple[Fit, ...] = ()
+
+    def seen_as(self, spec: TransformerSpec) -> Detection:
+        """This detection with `spec` as the winner, where the file may be that: the base model then decides."""
+        fit = next((fit for fit in self.fits if fit.spec is spec), None)
+        return replace(self, spec=spec, layout=fit.layout, why=str(fit.verdict)) if fit else self
 
     @property
     def architecture(self) -> str | None:
@@ -97,18 +114,18 @@ def identify(keys: NamedKeys, specs: Collection[TransformerSpec] = SPECS) -> Det
     for kind, markers, inside in (("LoRA", _LORA, True), ("ControlNet", _CONTROLNET, False)):
         if shown := _first(keys.stored, markers, inside):
             return Detection(kind, None, None, f"holds {shown}", ())
-    rejected: list[Rejected] = []
-    winner: tuple[TransformerSpec, Layout, Verdict] | None = None
-    for spec in specs:
-        for layout in spec.layouts:
-            verdict = layout.keys.judge(names)
-            if verdict.holds and winner is None:
-                winner = (spec, layout, verdict)
-            elif winner is None or winner[0] is not spec:
-                rejected.append(Rejected(spec.name, layout.name, verdict))
-    if winner:
-        return Detection(TRANSFORMER, winner[0], winner[1], str(winner[2]), tuple(rejected))
-    return _other_kind(keys, tuple(rejected))
+    judged = [Fit(spec, layout, layout.keys.judge(names)) for spec in specs for layout in spec.layouts]
+    fits: dict[str, Fit] = {}
+    for fit in judged:
+        if fit.verdict.holds:
+            fits.setdefault(fit.spec.name, fit)
+    rejected = tuple(
+        Rejected(lost.spec.name, lost.layout.name, lost.verdict) for lost in judged if lost.spec.name not in fits
+    )
+    if fits:
+        winner = next(iter(fits.values()))
+        return Detection(TRANSFORMER, winner.spec, winner.layout, str(winner.verdict), rejected, tuple(fits.values()))
+    return _other_kind(keys, rejected)
 
 
 def refuse_other_kinds(path: Path, detection: Detection) -> None:

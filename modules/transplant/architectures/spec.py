@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -117,8 +118,9 @@ class TransformerSpec:
         siblings: models that its files may carry beside it.
         acceptable_missing: beginnings of names of buffers that files leave out.
         zero_init_missing: names that are filled with zeros where a file leaves them out.
-        junk: stored names that have no home in the model and are dropped.
+        junk: own names that have no home in the model and are dropped; `*` stands for any run of characters.
         fp8_skip_patterns: modules whose weights stay out of FP8 storage.
+        other_classes: names of further diffusers classes with the same keys.
     """
 
     name: str
@@ -133,10 +135,15 @@ class TransformerSpec:
     zero_init_missing: tuple[str, ...] = ()
     junk: tuple[str, ...] = ()
     fp8_skip_patterns: tuple[str, ...] = field(default=())
+    other_classes: tuple[str, ...] = ()
 
     def serves(self, cls: str, pipeline: str) -> bool:
         """Whether this is the spec for a component of class `cls` in a pipeline of class `pipeline`."""
-        return self.cls == cls and pipeline.startswith(self.model_types)
+        return cls in (self.cls, *self.other_classes) and pipeline.startswith(self.model_types)
+
+    def drops(self, name: str) -> bool:
+        """Whether a name is known junk."""
+        return any(fnmatchcase(name, pattern) for pattern in self.junk)
 
 
 def _occurs(key: str, names: Collection[str]) -> bool:

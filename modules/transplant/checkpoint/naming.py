@@ -24,6 +24,7 @@ COMPANIONS: Mapping[str, str] = {
     "vae.": "VAE",
     "audio_vae.": "audio VAE",
     "vocoder.": "vocoder",
+    "text_embedding_projection.": "text projection",
     "model_ema.": "EMA copy",
 }
 """Prefixes of what all-in-one files carry beside the transformer, and what it is. Never read.
@@ -101,7 +102,7 @@ def drop_companions(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
     own: list[str] = []
     counts: Counter[str] = Counter()
     for name in names:
-        unwrapped = name.removeprefix("module.").removeprefix("_orig_mod.")
+        unwrapped = name.removeprefix(_wrappers_of(name))
         family = next((prefix for prefix in COMPANIONS if unwrapped.startswith(prefix)), None)
         if name in SCHEDULE_BUFFERS:
             counts["schedule buffer"] += 1
@@ -126,12 +127,12 @@ def dominant_prefix(names: Sequence[str]) -> str:
 
 def unwrap(name: str, seen: set[str]) -> str:
     """`name` without wrapper parts: `module.` at its start, `_orig_mod.` before any part."""
-    if name.startswith("module."):
-        name = name.removeprefix("module.")
-        seen.add("module.")
     if name.startswith("_orig_mod.") or "._orig_mod." in name:
         name = ".".join(part for part in name.split(".") if part != "_orig_mod")
         seen.add("_orig_mod.")
+    if name.startswith("module."):
+        name = name.removeprefix("module.")
+        seen.add("module.")
     return name
 
 
@@ -155,8 +156,14 @@ def split_siblings(names: Iterable[str], inline_prefixes: Sequence[str]) -> tupl
 
 def _prefix_of(name: str) -> str:
     """The prefix of one name, wrappers in front of it included."""
-    head = ""
-    while wrapper := next((w for w in WRAPPERS if name.startswith(w)), None):
-        head, name = head + wrapper, name.removeprefix(wrapper)
-    known = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    head = _wrappers_of(name)
+    known = next((prefix for prefix in PREFIXES if name.startswith(prefix, len(head))), "")
     return head + known if known else ""
+
+
+def _wrappers_of(name: str) -> str:
+    """All wrapper parts at the start of a name."""
+    head = ""
+    while wrapper := next((w for w in WRAPPERS if name.startswith(w, len(head))), None):
+        head += wrapper
+    return head

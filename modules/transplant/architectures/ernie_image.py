@@ -1,0 +1,11 @@
+"""ERNIE-Image (Baidu): every known file has diffusers' own names."""
+
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+
+ERNIE_IMAGE = TransformerSpec(
+    name="ERNIE-Image",
+    cls="ErnieImageTransformer2DModel",
+    model_types=("ErnieImage",),
+    layouts=(Layout(DIFFUSERS_LAYOUT, Keys(all_of=("text_proj.weight", "layers.0.self_attention.to_q.weight"))),),
+    fp8_skip_patterns=("x_embedder", "text_proj", "time_embedding", "adaLN_modulation", "norm", "_ln$", "final_linear"),
+)

@@ -1,0 +1,17 @@
+"""Mochi 1 (Genmo)."""
+
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+
+MOCHI = TransformerSpec(
+    name="Mochi",
+    cls="MochiTransformer3DModel",
+    model_types=("Mochi",),
+    layouts=(
+        Layout(DIFFUSERS_LAYOUT, Keys(all_of=("pos_frequencies", "time_embed.pooler.to_kv.weight"))),
+        Layout(
+            "original",
+            Keys(all_of=("pos_frequencies", "t5_y_embedder.to_kv.weight")),
+            "diffusers.loaders.single_file_utils:convert_mochi_transformer_checkpoint_to_diffusers",
+        ),
+    ),
+)

@@ -1,0 +1,40 @@
+"""Sana and Sana-Sprint (NVIDIA): linear attention and mixed feed-forward convolutions."""
+
+from typing import Any
+
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+
+_UNUSED = ("pos_embed", "y_embedder.y_embedding")
+"""A fixed table and the null caption of training: no diffusers class has them."""
+
+
+def convert_sana(checkpoint: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    """Convert as diffusers does, for files that leave out the tensors that it asks for only to drop them."""
+    from diffusers.loaders.single_file_utils import convert_sana_transformer_to_diffusers
+
+    return convert_sana_transformer_to_diffusers({**dict.fromkeys(_UNUSED), **checkpoint}, **kwargs)
+
+
+SANA = TransformerSpec(
+    name="Sana",
+    cls="SanaTransformer2DModel",
+    model_types=("Sana",),
+    layouts=(
+        Layout(
+            DIFFUSERS_LAYOUT,
+            Keys(
+                all_of=("caption_norm.weight", "transformer_blocks.0.ff.conv_inverted.weight"),
+                none_of=("transformer_blocks.0.ff.conv_temp.weight",),  # Sana-Video
+            ),
+        ),
+        Layout(
+            "original",
+            Keys(
+                all_of=("attention_y_norm.weight", "blocks.0.mlp.inverted_conv.conv.weight"),
+                none_of=("blocks.0.mlp.t_conv.weight",),  # Sana-Video
+            ),
+            convert_sana,
+        ),
+    ),
+    junk=_UNUSED,
+)
