@@ -9,9 +9,10 @@ to 8 bytes are accepted.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
+import reprlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,6 +30,9 @@ DTYPE_BITS: Mapping[str, int] = {
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
 }  # fmt: skip
 """Every dtype of safetensors 0.8 with its width in bits."""
+
+_MAX_INT = 2**63 - 1
+"""The largest size or offset that torch and the file system can express."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,9 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> UnreadableFile:
         return NotACheckpoint(path, other.what, other.remedy)
     if size < 9:
         return TruncatedFile(path, size, 10, "header")
+    if start[8:9] == b"{":
+        length = int.from_bytes(start[:8], "little")
+        return BadHeader(path, f"it claims to be {length:,} bytes long, the most allowed is {MAX_HEADER_BYTES:,}")
     return NotACheckpoint(path, "unknown binary data", "Download it again, or convert it to safetensors")
 
 
@@ -140,8 +147,7 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = dict(pairs)
         if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
             raise BadHeader(path, "the name occurs twice", twice)
         return result
 
@@ -163,12 +169,14 @@ def _metadata(path: Path, value: object) -> dict[str, str] | None:
     for key, text in metadata.items():
         if not isinstance(text, str):
             raise BadHeader(path, f"__metadata__ entry {key!r} is not a string")
+        if not _is_unicode(key + text):
+            raise BadHeader(path, f"__metadata__ entry {key!r} is not valid Unicode")
     return cast("dict[str, str]", metadata)
 
 
 def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
-    if not name.isprintable():
-        _check_encodable(path, name)
+    if not _is_unicode(name):
+        raise BadHeader(path, "its name is not valid Unicode", name)
     if not isinstance(entry, dict):
         raise BadHeader(path, "its entry is not a JSON object", name)
     fields = cast("dict[str, object]", entry)
@@ -180,30 +188,47 @@ def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> Tenso
         raise UnknownDtype(path, name, dtype)
     shape = _sizes(fields.get("shape"))
     if shape is None:
-        raise BadHeader(path, f"its shape {fields.get('shape')!r} is not a list of sizes", name)
+        raise BadHeader(path, f"its shape {reprlib.repr(fields.get('shape'))} is not a list of sizes", name)
     offsets = _sizes(fields.get("data_offsets"))
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise BadHeader(path, f"its data_offsets {fields.get('data_offsets')!r} are not a range", name)
+        raise BadHeader(path, f"its data_offsets {reprlib.repr(fields.get('data_offsets'))} are not a range", name)
     start, end = offsets
-    promised = math.prod(shape) * bits
+    count = _element_count(shape)
+    if count is None:
+        raise BadHeader(path, f"its shape {reprlib.repr(list(shape))} has more elements than can be counted", name)
+    promised = count * bits
     if (end - start) * 8 != promised:
         needed = promised // 8 if promised % 8 == 0 else f"{promised} bits, not whole"
-        raise BadHeader(path, f"{dtype} {list(shape)} takes {needed} bytes, its range has {end - start}", name)
+        takes = f"{dtype} {reprlib.repr(list(shape))} takes {needed} bytes"
+        raise BadHeader(path, f"{takes}, its range has {end - start}", name)
     return TensorInfo(name, dtype, shape, data_start + start, end - start)
 
 
-def _check_encodable(path: Path, name: str) -> None:
+def _is_unicode(text: str) -> bool:
+    """False where the text holds half of a surrogate pair, which JSON can escape and no file can store."""
     try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadHeader(path, "its name is not valid Unicode", name) from error
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list):
         return None
     sizes = cast("list[object]", value)
-    return cast("tuple[int, ...]", tuple(sizes)) if all(type(n) is int and n >= 0 for n in sizes) else None
+    valid = all(type(n) is int and 0 <= n <= _MAX_INT for n in sizes)
+    return cast("tuple[int, ...]", tuple(sizes)) if valid else None
+
+
+def _element_count(shape: Sequence[int]) -> int | None:
+    """The product of the sizes, or None once it passes 64 bits: a long header cannot make it long to compute."""
+    count = 1
+    for size in shape:
+        count *= size
+        if count > _MAX_INT:
+            return None
+    return count
 
 
 def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size: int) -> None:

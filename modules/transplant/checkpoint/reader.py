@@ -134,13 +134,15 @@ def _extent(info: TensorInfo, start: int, stop: int | None) -> tuple[torch.dtype
     dtype = TORCH_DTYPES[info.dtype]
     rows = info.shape[0] if info.shape else 1
     stop = rows if stop is None else stop
-    per_row = info.nbytes // rows if rows else 0
+    bits_per_row = info.nbytes * 8 // rows if rows else 0
+    offset, nbytes = start * bits_per_row // 8, (stop - start) * bits_per_row // 8
+    halves_a_byte = start * bits_per_row % 8 or stop * bits_per_row % 8
     shape = (stop - start, *info.shape[1:]) if info.shape else ()
     if info.dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] // 2)
-    if per_row * rows != info.nbytes or math.prod(shape) * dtype.itemsize != per_row * (stop - start):
-        raise ValueError(f"{info.name}: rows {start}:{stop} of {info.dtype} {list(info.shape)} do not fill whole bytes")
-    return dtype, shape, info.start + start * per_row, per_row * (stop - start)
+    if not 0 <= start <= stop <= rows or halves_a_byte or math.prod(shape) * dtype.itemsize != nbytes:
+        raise ValueError(f"{info.name}: {info.dtype} {list(info.shape)} has no rows {start}:{stop} of whole bytes")
+    return dtype, shape, info.start + offset, nbytes
 
 
 def _unreadable(header: Header, error: Exception) -> UnreadableFile:

@@ -1,0 +1,1 @@
+"""The built-in WebUI: what runs when Transplant runs alone."""

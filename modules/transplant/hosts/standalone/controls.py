@@ -1,0 +1,62 @@
+"""The control of an option: one for each kind, with SD.Next's element ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import gradio as gr
+from gradio.blocks import Block
+
+from transplant.hosts.standalone import page
+from transplant.hosts.standalone.live import Follower
+from transplant.hosts.standalone.worker import Worker
+from transplant.options import OPTIONS, Option
+
+INPUT_EVENTS = {"dropdown": "input", "multiselect": "input", "checkbox": "input", "text": "submit", "number": "submit"}
+"""The event that means: the user, not the server, has set this value."""
+
+
+def build(worker: Worker, option: Option, *, with_help: bool) -> Any:
+    """The control of an option with its value of now."""
+    value = worker.shown(option.key)
+    common: dict[str, Any] = {
+        "label": option.label,
+        "info": page.explanation(option) if with_help else None,
+        "elem_id": f"setting_{option.key}",
+        "interactive": True,
+        "min_width": 160,
+    }
+    match option.control:
+        case "checkbox":
+            return gr.Checkbox(bool(value), **common)
+        case "number":
+            return gr.Number(cast("float", value), minimum=option.minimum, maximum=option.maximum, **common)
+        case "text":
+            return gr.Textbox(str(value), max_lines=1, **common)
+        case "dropdown" | "multiselect":
+            several = option.control == "multiselect"
+            choices = entries(worker, option, value)
+            return gr.Dropdown(choices, value=cast("Any", value or None), multiselect=several, **common)
+
+
+def follower(worker: Worker, option: Option, component: Block) -> Follower:
+    """Keeps a control at what the server has."""
+
+    def read(_: str) -> tuple[int, Any, Any]:
+        value = worker.shown(option.key)
+        return worker.revision, value, entries(worker, option, value) if option.choices else None
+
+    def update(now: tuple[int, Any, Any]) -> Any:
+        _, value, choices = now
+        return gr.update(value=value) if choices is None else gr.update(value=value or None, choices=choices)
+
+    return Follower(component, read, update)
+
+
+def entries(worker: Worker, option: Option, value: object) -> list[page.Choice]:
+    """The dropdown entries of an option."""
+    if option.choices == "options":
+        return [(known.label, known.key) for known in OPTIONS]
+    names: Sequence[str] = worker.dynamic()[option.choices] if isinstance(option.choices, str) else option.choices or ()
+    return page.choices(names, value)

@@ -1,0 +1,275 @@
+"""Which base models and overrides there are: folders as in SD.Next, and the Hugging Face cache. No torch.
+
+Names come from the lists that this module makes; a name from outside is looked up there, never joined to a path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import threading
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from huggingface_hub import constants
+
+from transplant.base_model import BaseModel, read_base
+from transplant.errors import BaseModelError, TransplantError, printable, sample
+from transplant.slots import DEFAULT
+
+log = logging.getLogger("transplant")
+
+BASES, OVERRIDES = "Diffusers", "UNET"
+"""Subfolders of a models folder, SD.Next's own."""
+
+SUFFIXES = (".safetensors",)
+RESERVED = (DEFAULT, "None")
+"""Dropdown entries that are no files."""
+
+WITHOUT_WEIGHTS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "FeatureExtractor")
+"""Ends of the class names of components that have no weights."""
+
+MAKE_DEMO = Path(__file__).resolve().parents[4] / "demo" / "make_demo.py"
+
+
+def list_bases(models_dir: Path, include_hub_cache: bool) -> dict[str, Path]:
+    """Base models by name, sorted.
+
+    Args:
+        models_dir: the folder that holds `Diffusers`, whose subfolders are searched too. A folder there may
+            be a diffusers pipeline or a repository in the layout of the Hugging Face cache.
+        include_hub_cache: also list what lies in the user's own Hugging Face cache.
+
+    Returns:
+        Folders that hold a model_index.json, named by folder, by relative path where folder names collide,
+        and `org/name` for repositories of a cache.
+    """
+    root = models_dir / BASES
+    plain: list[Path] = []
+    repositories: list[Path] = []
+    for folder, _ in _walk(root):
+        if folder.name.startswith("models--"):
+            repositories.append(folder)
+        elif folder != root and (folder / "model_index.json").is_file():
+            plain.append(folder)
+    if include_hub_cache:
+        repositories += sorted(Path(constants.HF_HUB_CACHE).glob("models--*"))
+    named = _named(root, plain, (), lambda path: path.name)
+    for repository in repositories:
+        snapshot = _snapshot(repository)
+        if snapshot is not None:
+            named.setdefault(_normal("/".join(repository.name.split("--")[1:])), snapshot)
+    return _sorted(named)
+
+
+def list_overrides(models_dir: Path) -> dict[str, Path]:
+    """Files that can be chosen in place of a transformer, by name, sorted.
+
+    Args:
+        models_dir: the folder that holds `UNET`, whose subfolders are searched too.
+
+    Returns:
+        Files named by stem, by relative path with suffix where stems collide.
+    """
+    root = models_dir / OVERRIDES
+    files = [
+        entry for _, entries in _walk(root) for entry in entries if entry.suffix.lower() in SUFFIXES and entry.is_file()
+    ]
+    return _sorted(_named(root, files, RESERVED, lambda path: path.stem))
+
+
+def find(names: Mapping[str, Path], wanted: str) -> Path | None:
+    """The path behind a name, whichever way its accents are encoded; None where there is none."""
+    return names.get(_normal(wanted))
+
+
+class Catalog:
+    """The base models and overrides that can be chosen now; the demo's where there is no base model at all.
+
+    Attributes:
+        models_dir: the user's models folder.
+        demo_dir: the models folder that the demo is made in.
+    """
+
+    def __init__(self, models_dir: Path, demo_dir: Path) -> None:
+        self.models_dir = models_dir
+        self.demo_dir = demo_dir
+        self._bases: dict[str, Path] = {}
+        self._overrides: dict[str, Path] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def bases(self) -> dict[str, Path]:
+        """Base models by name."""
+        with self._lock:
+            return dict(self._bases)
+
+    @property
+    def overrides(self) -> dict[str, Path]:
+        """Overrides by name."""
+        with self._lock:
+            return dict(self._overrides)
+
+    @property
+    def needs_demo(self) -> bool:
+        """Whether there is nothing to load, not even a demo that was made before."""
+        return not self.bases
+
+    def refresh(self, include_hub_cache: bool) -> None:
+        """Look at the folders again."""
+        bases, overrides = list_bases(self.models_dir, include_hub_cache), list_overrides(self.models_dir)
+        if not bases:
+            bases = list_bases(self.demo_dir, False)
+            overrides = _sorted({**list_overrides(self.demo_dir), **overrides}) if bases else overrides
+        with self._lock:
+            self._bases, self._overrides = bases, overrides
+
+    def make_demo(self) -> None:
+        """Write the demo where it is not complete yet.
+
+        Raises:
+            TransplantError: it cannot be written.
+        """
+        try:
+            _demo_maker().make_demo(self.demo_dir)
+        except OSError as error:
+            raise TransplantError(
+                f"the demo cannot be written to {self.demo_dir} ({error.strerror}); "
+                f"put a base model into {self.models_dir / BASES}"
+            ) from error
+
+
+def _demo_maker() -> ModuleType:
+    """demo/make_demo.py, loaded by its path: it is a script, not a part of the package."""
+    spec = importlib.util.spec_from_file_location("transplant_make_demo", MAKE_DEMO)
+    if spec is None or spec.loader is None:
+        raise TransplantError(f"{MAKE_DEMO} is missing: the installation is incomplete")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError as error:
+        raise TransplantError(f"{MAKE_DEMO} is missing: the installation is incomplete") from error
+    return module
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """`root` and the folders below it with what lies in each, each real folder once.
+
+    Not the inside of a pipeline or of a repository of a cache.
+    """
+    waiting, seen = [root], set[str]()
+    while waiting:
+        folder = waiting.pop()
+        real = os.path.realpath(folder)
+        if real in seen or not folder.is_dir():
+            continue
+        seen.add(real)
+        if folder != root and (folder.name.startswith("models--") or (folder / "model_index.json").is_file()):
+            yield folder, []
+            continue
+        entries = _entries(folder)
+        yield folder, entries
+        waiting += [entry for entry in reversed(entries) if entry.is_dir()]
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted, without hidden and temporary entries and names that are no text."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except OSError as error:
+        log.warning("%s cannot be listed (%s)", printable(str(folder)), error.strerror)
+        return []
+    undecodable = [name for name in names if not _is_text(name)]
+    if undecodable:
+        log.warning("%s: not listed, their names are no valid text: %s", folder, sample(undecodable))
+    return [folder / name for name in names if _is_text(name) and not name.startswith((".", "~"))]
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in name)
+
+
+def _named(
+    root: Path, paths: Iterable[Path], reserved: Collection[str], short: Callable[[Path], str]
+) -> dict[str, Path]:
+    """Paths by their short name; by relative path where two have the same, or a reserved one."""
+    by_short: dict[str, list[Path]] = {}
+    for path in paths:
+        by_short.setdefault(_normal(short(path)), []).append(path)
+    named = {name: group[0] for name, group in by_short.items() if len(group) == 1 and name not in reserved}
+    for name, group in by_short.items():
+        if name in named:
+            continue
+        for path in group:
+            named[_free(_normal(path.relative_to(root).as_posix()), named)] = path
+    return named
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """`name`, numbered where it is taken: two names can differ in nothing but how an accent is encoded."""
+    number, free = 2, name
+    while free in taken:
+        number, free = number + 1, f"{name} ({number})"
+    return free
+
+
+def _normal(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
+def _sorted(named: Mapping[str, Path]) -> dict[str, Path]:
+    return {name: named[name] for name in sorted(named, key=lambda name: (name.casefold(), name))}
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """The snapshot of a cached repository that `main` refers to, else the newest; None unless it can be loaded."""
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        revision = ""
+    snapshots = [path for path in (repository / "snapshots").glob("*") if (path / "model_index.json").is_file()]
+    snapshots.sort(key=lambda path: (path.name == revision, path.stat().st_mtime_ns), reverse=True)
+    for snapshot in snapshots:
+        problem = _incomplete(snapshot)
+        if problem is None:
+            return snapshot
+        log.info("%s: not listed, its download is incomplete (%s)", repository.name, problem)
+    return None
+
+
+def _incomplete(folder: Path) -> str | None:
+    """What a pipeline folder lacks, or None. Pickled weights count for nothing: they are never loaded."""
+    try:
+        base = read_base(folder)
+    except BaseModelError as error:
+        return str(error)
+    return next((f"no {missing}" for name in base.components if (missing := _missing(base, name))), None)
+
+
+def _missing(base: BaseModel, name: str) -> str | None:
+    """The first file that a component lacks."""
+    component, folder = base.components[name], base.path / name
+    if component.library not in ("diffusers", "transformers"):
+        return None
+    if not folder.is_dir():
+        return name
+    if component.cls.endswith(WITHOUT_WEIGHTS):
+        return None
+    weights = {file.name for file in folder.glob("*.safetensors") if file.is_file()}
+    indices = list(folder.glob("*.safetensors.index.json"))
+    if not indices:
+        return None if weights else f"weights of {name}"
+    return next((f"{name}/{shard}" for index in indices for shard in _shards(index) if shard not in weights), None)
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        value: Any = json.loads(index.read_text(encoding="utf-8"))
+        return sorted(set(cast("dict[str, str]", value["weight_map"]).values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return [index.name]

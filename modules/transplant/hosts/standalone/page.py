@@ -1,0 +1,89 @@
+"""What the page shows, as HTML and rows. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from transplant.hosts.standalone.jobs import Job, Notice
+from transplant.hosts.standalone.worker import Holding
+from transplant.options import Effect, Option
+from transplant.slots import DEFAULT
+
+EFFECTS: dict[Effect, str] = {
+    "none": "",
+    "base": "Loads the base model.",
+    "transformer": "Swaps the transformer.",
+    "reload": "The model is loaded again with it.",
+    "page": "Reload the page to see it.",
+    "restart": "Takes effect at the next start.",
+}
+
+Choice = tuple[str, str]
+
+
+def status(job: Job | None, waiting: int, holding: Holding | None) -> str:
+    """The status line: what is being done and how far it is, or what is loaded."""
+    if job is None:
+        return f'<div class="tp-status" role="status">{escape(_idle(holding))}</div>'
+    percent = None if job.fraction is None else min(max(round(100 * job.fraction), 0), 100)
+    parts = [job.text or job.title]
+    if percent is not None:
+        parts.append(f"{percent} %")
+    remaining = job.remaining()
+    if remaining is not None:
+        parts.append(f"{duration(remaining)} left")
+    if waiting:
+        parts.append(f"{waiting} waiting")
+    text = escape(" · ".join(parts))
+    value = "" if percent is None else f' aria-valuenow="{percent}" aria-valuemin="0" aria-valuemax="100"'
+    bar = '<i class="tp-unknown"></i>' if percent is None else f'<i style="width:{percent}%"></i>'
+    return (
+        f'<div class="tp-status tp-busy"><div class="tp-text">{text}</div>'
+        f'<div class="tp-bar" role="progressbar" aria-label="{text}"{value}>{bar}</div></div>'
+    )
+
+
+def message(notice: Notice | None) -> str:
+    """The message area: empty, or a sentence."""
+    if notice is None:
+        return '<div role="alert"></div>'
+    return f'<div role="alert" class="tp-message tp-{notice.level}">{escape(notice.text)}</div>'
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them."""
+    if seconds < 60:
+        return f"{max(round(seconds), 1)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def choices(names: Sequence[str], value: object) -> list[Choice]:
+    """Dropdown entries, label and value; a value that is not among the names is shown as missing."""
+    entries = [(name, name) for name in names]
+    if isinstance(value, str) and value and value not in names:
+        entries.insert(0, (f"{value} (missing)", value))
+    return entries
+
+
+def explanation(option: Option) -> str:
+    """What the settings page says below an option."""
+    return " ".join(part for part in (option.help, EFFECTS[option.effect]) if part)
+
+
+def applied(options: Sequence[Option]) -> Notice:
+    """What Apply says after it."""
+    if not options:
+        return Notice("info", "Nothing was changed.")
+    effects = list(dict.fromkeys(text for option in options if (text := EFFECTS[option.effect])))
+    names = ", ".join(option.label for option in options)
+    return Notice("info", " ".join([f"Saved: {names}.", *effects]))
+
+
+
+def _idle(holding: Holding | None) -> str:
+    if holding is None:
+        return "Nothing is loaded."
+    transformer = "its own transformer" if holding.override == DEFAULT else f"the transformer {holding.override}"
+    return f"{holding.base} with {transformer}, {holding.how}"

@@ -1,0 +1,57 @@
+"""The row of options at the top of the page."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import gradio as gr
+
+from transplant.errors import TransplantError
+from transplant.hosts.standalone import controls
+from transplant.hosts.standalone.live import follow, owner_of
+from transplant.hosts.standalone.worker import Worker
+from transplant.options import OPTIONS, Option
+
+
+def listed(worker: Worker) -> list[Option]:
+    """The options in the row, in the order of `quicksettings_list`."""
+    known = {option.key: option for option in OPTIONS}
+    return [known[key] for key in cast("list[str]", worker.settings.get("quicksettings_list")) if key in known]
+
+
+def draw(worker: Worker) -> None:
+    """Draw the row's controls. A choice takes effect at once."""
+    followers = []
+    for option in listed(worker):
+        component, followed = _control(worker, option)
+        _bind(worker, option, component)
+        followers.append(followed)
+    follow(followers)
+
+
+def _control(worker: Worker, option: Option) -> tuple[Any, Any]:
+    if option.choices not in ("bases", "overrides"):
+        component = controls.build(worker, option, with_help=False)
+        return component, controls.follower(worker, option, component)
+    with gr.Row(elem_classes="tp-choice"):
+        component = controls.build(worker, option, with_help=False)
+        name = f"Refresh {option.label}"
+        button = gr.Button(name, elem_id=f"refresh_{option.key}", elem_classes="tp-refresh", min_width=36)
+
+    def refresh(request: gr.Request) -> None:
+        worker.refresh(owner_of(request))
+
+    button.click(refresh, queue=False, show_progress="hidden", api_visibility="private")
+    return component, controls.follower(worker, option, component)
+
+
+def _bind(worker: Worker, option: Option, component: Any) -> None:
+    def choose(value: object, request: gr.Request) -> None:
+        owner = owner_of(request)
+        try:
+            worker.set_options(owner, {option.key: value})
+        except TransplantError as error:
+            worker.refuse(owner, error)
+
+    event = getattr(component, controls.INPUT_EVENTS[option.control])
+    event(choose, [component], queue=False, show_progress="hidden", trigger_mode="multiple", api_visibility="private")
