@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,11 @@ import torch
 from transplant.base_components import load_component, load_pipeline, weight_bytes
 from transplant.base_model import BaseModel, read_base
 from transplant.build import Progress, build
-from transplant.errors import BaseModelError, OverrideArchMismatch, TransplantError
+from transplant.errors import BaseModelError, OverrideArchMismatch
 from transplant.hosts.base import Host
 from transplant.memory import available_bytes
 from transplant.plan import LoadPlan, plan
-from transplant.slots import PRIMARY, Failure, Loaded, Override, Slot, stamp_of
+from transplant.slots import PRIMARY, SECONDARY, SLOTS, Failure, Loaded, Override, Slot, SlotKind, stamp_of
 from transplant.view import log_line
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transplant")
 
-LOAD_ERRORS = (TransplantError, OSError, MemoryError, RuntimeError)
-"""What a load can end with once its plan was accepted: cancelled, the disk failed, memory ran out."""
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -40,24 +38,62 @@ class Outcome:
 
     Attributes:
         changed: whether the pipeline was changed.
-        refused: why the chosen file was refused; the pipeline works all the same.
+        refused: why a chosen file was refused, the first where there are two; the pipeline works all the same.
     """
 
     changed: bool
     refused: OverrideArchMismatch | None = None
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What a slot is to hold: a planned file, or the base model's own transformer.
+
+    Attributes:
+        kind: the slot.
+        component: the pipeline component that it fills.
+        override: the file; None for the base model's own transformer, also where the file was refused.
+        plan: the file's plan.
+        failure: why the file that was wanted is not used.
+    """
+
+    kind: SlotKind
+    component: str
+    override: Override | None = None
+    plan: LoadPlan | None = None
+    failure: Failure | None = None
+
+
 class Session:
-    """A base model's pipeline with a file in each slot. Not thread-safe: the host runs one request at a time."""
+    """A base model's pipeline with a file in each slot. Not thread-safe: the host runs one request at a time.
+
+    Attributes:
+        base: the base model; None before the first load.
+        pipeline: its pipeline; None while nothing is loaded.
+        slots: state of every slot by name.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self.base: BaseModel | None = None
         self.pipeline: DiffusionPipeline | None = None
-        self.primary = Slot(PRIMARY)
+        self.slots: dict[str, Slot] = {kind.name: Slot(kind) for kind in SLOTS}
 
-    def load_base(self, path: Path | str, override: Override | None = None) -> Outcome:
-        """Load a base model, with a file in its primary slot if one is given.
+    @property
+    def primary(self) -> Slot:
+        """The slot behind `sd_unet`."""
+        return self.slots[PRIMARY.name]
+
+    @property
+    def transformer(self) -> ModelMixin | None:
+        """The transformer of the primary slot."""
+        component = PRIMARY.component_in(self.base) if self.base else None
+        return getattr(self.pipeline, component) if self.pipeline is not None and component else None
+
+    def load_base(
+        self, path: Path | str, override: Override | None = None, secondary: Override | None = None
+    ) -> Outcome:
+        """Load a base model, with files in its slots where they are given.
 
         With a file that fits, the base model's own transformer is never read. A file that does not is
         refused and the base model comes with its own.
@@ -65,162 +101,165 @@ class Session:
         Args:
             path: a diffusers pipeline folder or the id of a repository in the local hub cache.
             override: the file for the primary slot; None for the base model's own transformer.
+            secondary: the file for the second transformer, where the pipeline has one.
 
         Returns:
-            Whether the file was refused, and why.
+            Whether a file was refused, and why.
 
         Raises:
             BaseModelError: the base model cannot be used; what was loaded before still is.
             LoadCancelled: the user cancelled; what was loaded before is loaded again.
         """
         base = read_base(path)
-        planned, failure = self._plan(base, override)
-        settings = self._host.load_settings()
-        before = (self.base, self.primary)
-        if self.pipeline is not None and weight_bytes(base.path) > available_bytes(settings.device):
-            self.unload()
-        try:
-            pipeline, loaded = self._load_pipeline(base, override if planned else None, planned, self._host.cancelled)
-        except LOAD_ERRORS:
-            self._load_again(*before)
-            raise
+        choices = self._choices(base, {PRIMARY.name: override, SECONDARY.name: secondary})
+        with ExitStack() as undo:
+            if self.base is not None and self.pipeline is not None and weight_bytes(base.path) > self._available():
+                undo.callback(self._load_again, self.base, dict(self.slots))
+                self.unload()
+            pipeline, loaded = self._load_pipeline(base, choices, self._host.cancelled)
+            undo.pop_all()
         self.unload()
-        self.base, self.pipeline, self.primary = base, pipeline, Slot(PRIMARY).with_loaded(loaded)
-        if failure is not None:
-            self.primary = self.primary.with_refused(failure)
-        return Outcome(changed=True, refused=failure.error if failure else None)
+        self.base, self.pipeline = base, pipeline
+        self._settle(choices, loaded)
+        refused = next((choice.failure.error for choice in choices if choice.failure), None)
+        return Outcome(changed=True, refused=refused)
 
-    def choose(self, override: Override | None) -> Outcome:
-        """Put a file into the primary slot; None puts the base model's own transformer back.
+    def choose(self, override: Override | None, kind: SlotKind = PRIMARY) -> Outcome:
+        """Put a file into a slot; None puts the base model's own transformer back.
 
-        Only the transformer is replaced: every other component stays as it is.
+        Only that transformer is replaced: every other component stays as it is.
 
         Returns:
             Whether anything changed, and why not.
 
         Raises:
+            BaseModelError: no base model is loaded, or its pipeline has no such slot.
             LoadCancelled: the user cancelled; the transformer that was there before still works.
             TransplantError, OSError, MemoryError, RuntimeError: the load failed half-way; likewise.
         """
         if self.base is None or self.pipeline is None:
             raise BaseModelError("no base model is loaded: choose one first")
-        if self.primary.holds(override):
-            self.primary = self.primary.with_loaded(self.primary.loaded or Loaded(None))
+        slot = self.slots[kind.name]
+        if slot.holds(override):
+            self.slots[kind.name] = slot.with_loaded(slot.loaded or Loaded(None))
             return Outcome(changed=False)
-        planned, failure = self._plan(self.base, override)
-        if failure is not None:
-            self.primary = self.primary.with_refused(failure)
-            return Outcome(changed=False, refused=failure.error)
-        self._swap(self.base, override, planned)
+        choice = self._choice(self.base, kind, override)
+        if choice.failure is not None:
+            self.slots[kind.name] = slot.with_refused(choice.failure)
+            return Outcome(changed=False, refused=choice.failure.error)
+        self._swap(self.base, choice)
         return Outcome(changed=True)
 
     def unload(self) -> None:
         """Free the pipeline."""
         self.pipeline = None
-        self.primary = self.primary.emptied()
+        self.slots = {name: slot.emptied() for name, slot in self.slots.items()}
         _free_memory()
 
-    @property
-    def transformer(self) -> ModelMixin | None:
-        """The transformer that the pipeline holds."""
-        if self.pipeline is None or self.base is None:
-            return None
-        return getattr(self.pipeline, _component(self.base))
+    def _choices(self, base: BaseModel, overrides: Mapping[str, Override | None]) -> list[_Choice]:
+        """A choice for every slot that the pipeline has. Files for slots that it lacks are ignored."""
+        return [
+            self._choice(base, kind, overrides.get(kind.name))
+            for kind in SLOTS
+            if kind is PRIMARY or kind.component_in(base) is not None
+        ]
 
-    def _plan(self, base: BaseModel, override: Override | None) -> tuple[LoadPlan | None, Failure | None]:
-        """Plan a file, or say why not. A refusal holds until the file changes."""
+    def _choice(self, base: BaseModel, kind: SlotKind, override: Override | None) -> _Choice:
+        """Plan a file for a slot, or say why not. A refusal holds until the file changes."""
+        component = _component(base, kind)
         if override is None:
-            return None, None
-        failed = self.primary.failed
+            return _Choice(kind, component)
+        failed = self.slots[kind.name].failed
         if failed and failed.override == override and self.base == base and failed.still_holds():
-            return None, failed
+            return _Choice(kind, component, failure=failed)
         settings = self._host.load_settings()
         stamp = stamp_of(override.path)
         try:
             planned = plan(
-                override.path, base, component=_component(base), dtype=settings.dtype,
+                override.path, base, component=component, dtype=settings.dtype,
                 device=settings.device, use_mmap=settings.use_mmap,
             )  # fmt: skip
         except OverrideArchMismatch as error:
             log.warning("%s", error)
-            return None, Failure(override, stamp, error)
-        return planned, None
+            return _Choice(kind, component, failure=Failure(override, stamp, error))
+        return _Choice(kind, component, override, planned)
 
-    def _swap(self, base: BaseModel, override: Override | None, planned: LoadPlan | None) -> None:
-        """Replace the transformer: the old one goes last, or first where memory is short."""
-        component, before = _component(base), self.primary
-        needed = planned.peak_bytes if planned else weight_bytes(base.path / component)
-        release_first = needed > available_bytes(self._host.load_settings().device)
-        if release_first:
-            self._install(component, None)
-        try:
-            new, loaded = self._load_transformer(base, override, planned, self._host.cancelled)
-        except LOAD_ERRORS:
-            if release_first:
-                self._restore(base, before)
-            raise
-        self._install(component, new)
-        self.primary = before.with_loaded(loaded)
+    def _swap(self, base: BaseModel, choice: _Choice) -> None:
+        """Replace a transformer: the old one goes last, or first where memory is short."""
+        needed = choice.plan.peak_bytes if choice.plan else weight_bytes(base.path / choice.component)
+        with ExitStack() as undo:
+            if needed > self._available():
+                undo.callback(self._restore, base, self.slots[choice.kind.name])
+                self._install(choice.component, None)
+            new, loaded = self._load_transformer(base, choice, self._host.cancelled)
+            undo.pop_all()
+        self._install(choice.component, new)
+        self._settle([choice], {choice.kind.name: loaded})
         del new
         _free_memory()
 
     def _restore(self, base: BaseModel, before: Slot) -> None:
         """Load what a slot held before; the base model's own transformer where that file is gone."""
-        override = before.loaded.override if before.loaded else None
-        planned, failure = self._plan(base, override)
-        model, loaded = self._load_transformer(base, override if planned else None, planned, _never)
-        self._install(_component(base), model)
-        self.primary = before.with_loaded(loaded)
-        if failure is not None:
-            self.primary = self.primary.with_refused(failure)
+        choice = self._choice(base, before.kind, before.loaded.override if before.loaded else None)
+        model, loaded = self._load_transformer(base, choice, _never)
+        self._install(choice.component, model)
+        self._settle([choice], {before.kind.name: loaded})
 
-    def _load_again(self, base: BaseModel | None, slot: Slot) -> None:
-        """After a failed change of base model: what was there before, if it had to go."""
-        if base is None or self.pipeline is not None:
-            return
+    def _load_again(self, base: BaseModel, slots: Mapping[str, Slot]) -> None:
+        """After a failed change of base model: what was there before it had to go."""
         log.info("loading %s again", base.path.name)
-        override = slot.loaded.override if slot.loaded else None
-        planned, _ = self._plan(base, override)
-        self.pipeline, loaded = self._load_pipeline(base, override if planned else None, planned, _never)
-        self.base, self.primary = base, slot.with_loaded(loaded)
+        held = {name: slot.loaded.override if slot.loaded else None for name, slot in slots.items()}
+        choices = self._choices(base, held)
+        self.pipeline, loaded = self._load_pipeline(base, choices, _never)
+        self.base = base
+        self._settle(choices, loaded)
+
+    def _settle(self, choices: Iterable[_Choice], loaded: Mapping[str, Loaded]) -> None:
+        """Let the slots say what the pipeline holds now."""
+        for choice in choices:
+            slot = Slot(choice.kind).with_loaded(loaded[choice.kind.name])
+            self.slots[choice.kind.name] = slot.with_refused(choice.failure) if choice.failure else slot
 
     def _load_pipeline(
-        self, base: BaseModel, override: Override | None, planned: LoadPlan | None, cancelled: Callable[[], bool]
-    ) -> tuple[DiffusionPipeline, Loaded]:
+        self, base: BaseModel, choices: Iterable[_Choice], cancelled: Callable[[], bool]
+    ) -> tuple[DiffusionPipeline, dict[str, Loaded]]:
         given: dict[str, Any] = {}
-        loaded = Loaded(None)
-        if planned is not None:
-            given[_component(base)], loaded = self._load_transformer(base, override, planned, cancelled)
+        loaded: dict[str, Loaded] = {}
+        for choice in choices:
+            loaded[choice.kind.name] = Loaded(None)
+            if choice.plan is not None:
+                given[choice.component], loaded[choice.kind.name] = self._load_transformer(base, choice, cancelled)
         settings = self._host.load_settings()
         return load_pipeline(base, settings, given, self._host.report, cancelled), loaded
 
-    def _load_transformer(
-        self, base: BaseModel, override: Override | None, planned: LoadPlan | None, cancelled: Callable[[], bool]
-    ) -> tuple[Any, Loaded]:
-        """The transformer that a plan describes, or the base model's own where there is none."""
-        if planned is None:
-            component = _component(base)
-            self._host.report(f"Loading {component} of {base.path.name}", None)
-            return load_component(base, component, self._host.load_settings()), Loaded(None)
-        name = planned.header.path.name
+    def _load_transformer(self, base: BaseModel, choice: _Choice, cancelled: Callable[[], bool]) -> tuple[Any, Loaded]:
+        """The transformer that a choice describes, and what the slot then holds."""
+        if choice.plan is None:
+            self._host.report(f"Loading {choice.component} of {base.path.name}", None)
+            return load_component(base, choice.component, self._host.load_settings()), Loaded(None)
+        name = choice.plan.header.path.name
 
         def report(progress: Progress) -> None:
             self._host.report(f"Loading {name}", progress.done_bytes / max(progress.total_bytes, 1))
 
-        built = build(planned, progress=report, cancelled=cancelled)
-        log.info("%s", log_line(planned, built.seconds))
-        return built.transformer, Loaded(override, planned.header.stamp)
+        built = build(choice.plan, progress=report, cancelled=cancelled)
+        log.info("%s", log_line(choice.plan, built.seconds))
+        return built.transformer, Loaded(choice.override, choice.plan.header.stamp)
 
     def _install(self, component: str, model: Any) -> None:
         setattr(self.pipeline, component, model)
         if model is None:
             _free_memory()
 
+    def _available(self) -> int:
+        return available_bytes(self._host.load_settings().device)
 
-def _component(base: BaseModel) -> str:
-    component = PRIMARY.component_in(base)
+
+def _component(base: BaseModel, kind: SlotKind) -> str:
+    component = kind.component_in(base)
     if component is None:
-        raise BaseModelError(f"{base.path.name}: a {base.pipeline} has no transformer that a file could replace")
+        which = "no transformer" if kind is PRIMARY else "no second transformer"
+        raise BaseModelError(f"{base.path.name}: a {base.pipeline} has {which} that a file could replace")
     return component
 
 

@@ -33,6 +33,9 @@ class SlotKind:
 
 
 PRIMARY = SlotKind("primary", "sd_unet", ("transformer", "unet"))
+SECONDARY = SlotKind("secondary", "sd_unet_secondary", ("transformer_2", "unconditional_transformer"))
+SLOTS = (PRIMARY, SECONDARY)
+"""Wan 2.2 has `transformer_2` for its low-noise steps, Ideogram 4 an `unconditional_transformer`."""
 
 
 @dataclass(frozen=True)
