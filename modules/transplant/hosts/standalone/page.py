@@ -81,7 +81,6 @@ def applied(options: Sequence[Option]) -> Notice:
     return Notice("info", " ".join([f"Saved: {names}.", *effects]))
 
 
-
 def _idle(holding: Holding | None) -> str:
     if holding is None:
         return "Nothing is loaded."
