@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+
 from test_plan import base_folder
 from tiny_models import make_demo, write_from_manifest
 

@@ -38,7 +38,7 @@ CAP = 100_000_000
 """The library's cap, MAX_HEADER_SIZE in safetensors/src/tensor.rs."""
 
 EXAMPLES = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 Entries = dict[str, Any]

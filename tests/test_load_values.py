@@ -8,10 +8,10 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, SanaTransformer2DModel, ZImageTransformer2DModel
 from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
-from test_plan import base_folder
-from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_z_image_config, to_comfyui, with_prefix
 
 import transplant
+from test_plan import base_folder
+from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_z_image_config, to_comfyui, with_prefix
 from transplant.build import Progress, build
 from transplant.errors import FileChanged, LoadCancelled
 from transplant.plan import plan

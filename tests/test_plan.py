@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
+
 from tiny_models import (
     manifest,
     random_z_image,
@@ -24,7 +25,6 @@ from tiny_models import (
     write_from_manifest,
     write_sparse,
 )
-
 from transplant import errors
 from transplant.base_model import read_base
 from transplant.build import build

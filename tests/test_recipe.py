@@ -634,7 +634,7 @@ STEPS = st.lists(st.tuples(*[st.integers(0, 60)] * 4), min_size=1, max_size=7)
 SOURCES = {"a": (6, 4), "b": (3, 4), "v": (5,), "w": (2, 3, 4), "s": (), "none": (0, 4), "flat": (4, 0)}
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(steps=STEPS)
 def test_any_chain_of_operations(steps: list[Step]) -> None:
     tensors = numbered(SOURCES, torch.float32)
@@ -642,7 +642,7 @@ def test_any_chain_of_operations(steps: list[Step]) -> None:
     check(run(steps, BY_ROWS + OTHERS, by_rows=False), tensors)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(steps=STEPS)
 def test_any_chain_of_operations_on_rows_is_rows(steps: list[Step]) -> None:
     made = check(run(steps, BY_ROWS, by_rows=True), numbered(SOURCES))

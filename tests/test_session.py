@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_flux_bfl, tiny_z_image_config, to_comfyui
 
+from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_flux_bfl, tiny_z_image_config, to_comfyui
 from transplant import errors, pipeline
 from transplant.generate import GenerationCancelled, Request, generate, infotext
 from transplant.hosts.base import LoadSettings
