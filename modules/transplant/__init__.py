@@ -5,6 +5,7 @@ Nothing heavy is imported until it is used: reading a header needs no torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,17 @@ if TYPE_CHECKING:
 
     from transplant.build import Progress
 
+log = logging.getLogger("transplant")
+
 __version__ = "0.1.0"
-__all__ = ["LoadCancelled", "OverrideArchMismatch", "TransplantError", "__version__", "load_transformer"]
+__all__ = [
+    "LoadCancelled",
+    "OverrideArchMismatch",
+    "TransplantError",
+    "__version__",
+    "load_components",
+    "load_transformer",
+]
 
 
 def load_transformer(
@@ -54,10 +64,44 @@ def load_transformer(
         BaseModelError: the base model cannot be used.
         LoadCancelled: `cancelled` said so.
     """
+    component_models = load_components(
+        file, base=base, component=component, dtype=dtype, device=device, use_mmap=use_mmap,
+        config_kwargs=config_kwargs, progress=progress, cancelled=cancelled,
+    )  # fmt: skip
+    transformer, *siblings = component_models
+    if siblings:
+        log.warning(
+            "%s also brings %s, which load_transformer does not give: see load_components",
+            Path(file).name, ", ".join(siblings),
+        )  # fmt: skip
+    return component_models[transformer]
+
+
+def load_components(
+    file: Path | str,
+    *,
+    base: Path | str,
+    component: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    use_mmap: bool | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> dict[str, ModelMixin]:
+    """Load the transformer that a single file holds, and the models that it brings along.
+
+    Arguments and errors are those of `load_transformer`.
+
+    Returns:
+        The models by pipeline component, the transformer first: the arguments for
+        `DiffusionPipeline.from_pretrained(base, **models)`. An Anima file brings its `text_conditioner`.
+    """
     from transplant.build import build
     from transplant.plan import plan
 
     planned = plan(
         file, base, component=component, dtype=dtype, device=device, use_mmap=use_mmap, config_kwargs=config_kwargs
     )
-    return build(planned, progress=progress, cancelled=cancelled).transformer
+    built = build(planned, progress=progress, cancelled=cancelled)
+    return {planned.transformer.component: built.transformer, **built.siblings}

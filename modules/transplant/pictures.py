@@ -19,7 +19,7 @@ def png_bytes(image: Image, parameters: str) -> bytes:
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
-    info.add_itxt("parameters", parameters) if not parameters.isascii() else info.add_text("parameters", parameters)
+    info.add_text("parameters", parameters)  # as iTXt where Latin-1 cannot hold it
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", pnginfo=info)
     return buffer.getvalue()

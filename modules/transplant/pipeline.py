@@ -186,23 +186,28 @@ class Session:
 
     def _swap(self, base: BaseModel, choice: _Choice) -> None:
         """Replace a transformer: the old one goes last, or first where memory is short."""
+        before = self.slots[choice.kind.name]
         needed = choice.plan.peak_bytes if choice.plan else weight_bytes(base.path / choice.component)
         with ExitStack() as undo:
             if needed > self._available():
-                undo.callback(self._restore, base, self.slots[choice.kind.name])
-                self._install(choice.component, None)
-            new, loaded = self._load_transformer(base, choice, self._host.cancelled)
+                undo.callback(self._restore, base, before)
+                self._install({choice.component: None})
+                _free_memory()
+            models, loaded = self._load(base, choice, self._host.cancelled)
+            for sibling in before.loaded.siblings if before.loaded else ():
+                if sibling not in models:  # the old file's sibling goes with it
+                    models[sibling] = load_component(base, sibling, self._host.load_settings())
             undo.pop_all()
-        self._install(choice.component, new)
+        self._install(models)
         self._settle([choice], {choice.kind.name: loaded})
-        del new
+        models.clear()
         _free_memory()
 
     def _restore(self, base: BaseModel, before: Slot) -> None:
         """Load what a slot held before; the base model's own transformer where that file is gone."""
         choice = self._choice(base, before.kind, before.loaded.override if before.loaded else None)
-        model, loaded = self._load_transformer(base, choice, _never)
-        self._install(choice.component, model)
+        models, loaded = self._load(base, choice, _never)
+        self._install(models)
         self._settle([choice], {before.kind.name: loaded})
 
     def _load_again(self, base: BaseModel, slots: Mapping[str, Slot]) -> None:
@@ -228,15 +233,17 @@ class Session:
         for choice in choices:
             loaded[choice.kind.name] = Loaded(None)
             if choice.plan is not None:
-                given[choice.component], loaded[choice.kind.name] = self._load_transformer(base, choice, cancelled)
+                models, loaded[choice.kind.name] = self._load(base, choice, cancelled)
+                given |= models
         settings = self._host.load_settings()
         return load_pipeline(base, settings, given, self._host.report, cancelled), loaded
 
-    def _load_transformer(self, base: BaseModel, choice: _Choice, cancelled: Callable[[], bool]) -> tuple[Any, Loaded]:
-        """The transformer that a choice describes, and what the slot then holds."""
+    def _load(self, base: BaseModel, choice: _Choice, cancelled: Callable[[], bool]) -> tuple[dict[str, Any], Loaded]:
+        """The transformer that a choice describes, with its siblings, by component; and what the slot then holds."""
         if choice.plan is None:
             self._host.report(f"Loading {choice.component} of {base.path.name}", None)
-            return load_component(base, choice.component, self._host.load_settings()), Loaded(None)
+            own = load_component(base, choice.component, self._host.load_settings())
+            return {choice.component: own}, Loaded(None)
         name = choice.plan.header.path.name
 
         def report(progress: Progress) -> None:
@@ -244,12 +251,12 @@ class Session:
 
         built = build(choice.plan, progress=report, cancelled=cancelled)
         log.info("%s", log_line(choice.plan, built.seconds))
-        return built.transformer, Loaded(choice.override, choice.plan.header.stamp)
+        loaded = Loaded(choice.override, choice.plan.header.stamp, tuple(built.siblings))
+        return {choice.component: built.transformer, **built.siblings}, loaded
 
-    def _install(self, component: str, model: Any) -> None:
-        setattr(self.pipeline, component, model)
-        if model is None:
-            _free_memory()
+    def _install(self, models: Mapping[str, Any]) -> None:
+        for component, model in models.items():
+            setattr(self.pipeline, component, model)
 
     def _available(self) -> int:
         return available_bytes(self._host.load_settings().device)

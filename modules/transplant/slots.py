@@ -58,10 +58,12 @@ class Loaded:
     Attributes:
         override: the file, or None for the base model's own transformer.
         stamp: state of the file when it was loaded.
+        siblings: other components that the file brought along.
     """
 
     override: Override | None
     stamp: FileStamp | None = None
+    siblings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import shutil
 import tempfile
@@ -10,9 +9,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL.PngImagePlugin import PngInfo
-
 from transplant.errors import TransplantError
+from transplant.pictures import png_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,15 +45,6 @@ class PictureStore:
     def close(self) -> None:
         """Remove what was not to be kept."""
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def png_bytes(image: Image, infotext: str) -> bytes:
-    """A PNG with the text chunk `parameters`, as SD.Next and others read it."""
-    metadata = PngInfo()
-    metadata.add_text("parameters", infotext)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", pnginfo=metadata)
-    return buffer.getvalue()
 
 
 def _write(folder: Path, seed: int, data: bytes) -> Path:

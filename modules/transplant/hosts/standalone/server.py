@@ -166,8 +166,18 @@ def _run(arguments: Arguments, listener: socket.socket) -> None:
     try:
         _serve(arguments, listener, application(arguments, worker, lines), worker)
     finally:
-        worker.stop()
+        ended = worker.stop()
         pictures.close()
+        if not ended:
+            _leave()
+
+
+def _leave() -> None:
+    """End the process at once: the worker is inside a library call, and Python's own shutdown would abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(0)
 
 
 def application(arguments: Arguments, worker: Worker, lines: Any) -> Any:
