@@ -245,7 +245,11 @@ def test_pipelines_choose_their_spec(tmp_path: Path) -> None:
 # Real layouts at full size
 
 
-@pytest.mark.parametrize("name", [*FLOAT, "flux1_dev_fp8_raw_cast"])
+WHOLE = sorted(name for name in EXPECTED if "PARTIAL" not in name)
+SIDECAR = re.compile(r"\.(weight_scale(_2)?|input_scale|scale_weight|scale_input|comfy_quant)$|scaled_fp8$")
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_manifest_plans_at_full_size(name: str, tmp_path: Path) -> None:
     source, spec = manifest(name), BY_NAME[EXPECTED[name]]
     assert source.diffusers["class"] == spec.cls
@@ -262,6 +266,10 @@ def test_manifest_plans_at_full_size(name: str, tmp_path: Path) -> None:
     assert {t.name for t in planned.transformer.targets} == shapes_of(spec.cls, source.diffusers["config"]).keys()
     assert_every_stored_row_used_once(planned)
     assert [part.component for part in planned.siblings] == [sibling.component for sibling in spec.siblings]
+    scaled = [key for key in source.tensors if key.endswith((".weight_scale", ".scale_weight"))]
+    assert len(planned.layers) == len(scaled)
+    held = {part.source for t in planned.targets if t.form or t.decoded for part in ranges_of(t.recipe)}
+    assert held == planned.layers.keys()
 
 
 def assert_every_stored_row_used_once(planned: LoadPlan) -> None:
@@ -271,14 +279,14 @@ def assert_every_stored_row_used_once(planned: LoadPlan) -> None:
         for part in ranges_of(target.recipe):
             used[part.source] = used.get(part.source, 0) + part.stop - part.start
     stored = keys_of(planned.header.tensors).stored.values()
-    expected = {name: (planned.header.tensors[name].shape or (1,))[0] for name in stored if name not in planned.dropped}
+    weights = [name for name in stored if name not in planned.dropped and not SIDECAR.search(name)]
+    expected = {name: (planned.header.tensors[name].shape or (1,))[0] for name in weights}
     assert used == expected
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED.keys() - set(FLOAT) - {"flux1_dev_fp8_raw_cast"}))
 def test_markers_and_scales_of_quantized_layers_do_not_disturb_detection(name: str) -> None:
-    quantized = re.compile(r"\.(weight_scale(_2)?|input_scale|scale_weight|scale_input|comfy_quant)$|scaled_fp8$")
-    weights = [key for key in manifest(name).tensors if not quantized.search(key)]
+    weights = [key for key in manifest(name).tensors if not SIDECAR.search(key)]
     assert len(weights) < len(manifest(name).tensors)
     assert identify(keys_of(weights)).architecture == EXPECTED[name]
 
@@ -657,7 +665,7 @@ def test_anima_and_cosmos_share_a_class_but_no_conditioner(tmp_path: Path) -> No
     full = write_from_manifest(tmp_path / "anima.safetensors", "anima_base_v1_bf16")
     without = write_from_manifest(tmp_path / "cosmos.safetensors", "cosmos_predict2_2b_t2i_bf16")
     assert [part.component for part in plan(full, bases[anima]).siblings] == ["text_conditioner"]
-    with pytest.raises(errors.WrongArchitecture, match="is a Anima transformer"):
+    with pytest.raises(errors.WrongArchitecture, match="a transformer of the Anima family"):
         plan(full, bases[cosmos])
     for spec, base in bases.items():  # nothing tells them apart: the base decides
         planned = plan(without, base)
@@ -676,7 +684,8 @@ def test_cosmos_1_is_not_taken_for_cosmos_2(tmp_path: Path) -> None:
 )
 def test_unets_are_told_apart(found: str, base: str, tmp_path: Path) -> None:
     spec = BY_NAME[base]
-    with pytest.raises(errors.WrongArchitecture, match=f"is a {EXPECTED[found]} transformer.*base model is {base}"):
+    said = f"transformer of the {EXPECTED[found]} family.*base model is {base}"
+    with pytest.raises(errors.WrongArchitecture, match=said):
         plan(write_from_manifest(tmp_path / "x.safetensors", found), base_folder(tmp_path, spec, tiny_config(spec)))
 
 
@@ -704,7 +713,7 @@ def test_class_without_a_spec_refuses_listed_architectures_by_name(tmp_path: Pat
     spec = TransformerSpec(cls, cls, ("PixArtAlpha",), ())
     base = base_folder(tmp_path / "base", spec, config)
     assert plan(sparse(tmp_path / "own.safetensors", shapes_of(cls, config)), base).spec.cls == cls
-    with pytest.raises(errors.WrongArchitecture, match=r"is a FLUX\.1 transformer"):
+    with pytest.raises(errors.WrongArchitecture, match=r"transformer of the FLUX\.1 family"):
         plan(write_from_manifest(tmp_path / "flux.safetensors", "flux1_dev_bfl_bf16"), base)
 
 

@@ -346,7 +346,6 @@ OTHER_FILES: list[tuple[str, bytes, str]] = [
     ("empty zip", b"PK\x05\x06" + bytes(18), "zip archive"),
     ("gzip", gzip.compress(b"content" * 99), "compressed archive"),
     ("zstandard", b"(\xb5/\xfd\x04\x58\x61\x00\x00 compressed", "compressed archive"),
-    ("gguf", b"GGUF\x03\0\0\0" + bytes(99), "GGUF"),
     ("json index", INDEX.encode(), "JSON text"),
     ("json index, indented", json.dumps(json.loads(INDEX), indent=2).encode(), "JSON text"),
     ("json error", b'{"error":"Repository not found"}', "JSON text"),

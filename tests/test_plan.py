@@ -278,12 +278,17 @@ def test_converter_that_fails_is_a_refusal(tmp_path: Path, monkeypatch: pytest.M
     assert "x.safetensors" in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["z_image_turbo_comfy_int8_convrot", "z_image_turbo_kijai_fp8_scaled"])
-def test_quantized_files_are_never_loaded_without_scales(name: str, tmp_path: Path) -> None:
-    """A01: codes are not weights."""
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("z_image_turbo_comfy_int8_convrot", "int8"), ("z_image_turbo_kijai_fp8_scaled", "float8_e4m3fn")],
+)
+def test_quantized_files_stay_at_their_width(name: str, form: str, tmp_path: Path) -> None:
+    """A15: a 6 GB file is 6 GB once loaded, nearly all of it left in the file."""
     file = write_from_manifest(tmp_path / "x.safetensors", name)
-    with pytest.raises(errors.UnsupportedQuantization):
-        plan(file, base_folder(tmp_path / "base", {}))
+    planned = plan(file, base_folder(tmp_path / "base", {}), dtype=torch.bfloat16)
+    assert {target.form.weights_dtype for target in planned.targets if target.form} == {form}
+    assert planned.resident_bytes < file.stat().st_size
+    assert planned.peak_bytes < 0.02 * planned.resident_bytes
     file.unlink()
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from transplant.checkpoint.header import Header
 from transplant.checkpoint.reader import TensorReader, open_reader
+from transplant.compute_dtype import record_compute_dtype
 from transplant.errors import LoadCancelled, TransplantError, sample
-from transplant.plan import ComponentPlan, LoadPlan, TargetTensor
-from transplant.recipe import RowRange, evaluate
-from transplant.skeleton import empty_network
+from transplant.formats.base import Codes
+from transplant.holders import holder_of
+from transplant.load_plan import ComponentPlan, LoadPlan, TargetTensor
+from transplant.quantized import LayerError, codes_of, decode_rows
+from transplant.recipe import RowRange, Rows, evaluate, ranges_of
+from transplant.sdnq_bridge import Compute, portable_on
+from transplant.skeleton import empty_network, shapes_only
+from transplant.targets import refusal
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -75,12 +80,12 @@ def build(
     models: dict[str, ModelMixin] = {}
     with open_reader(plan.header, plan.use_mmap) as reader:
         for part in plan.parts:
-            network = empty_network(part.cls, part.config)
-            modules = dict(network.named_modules())
+            network = _network_to_fill(part)
+            builder = _Builder(plan, network, reader)
             for target in part.targets:
                 if cancelled is not None and cancelled():
                     raise LoadCancelled(f"{plan.header.path.name}: the load was cancelled")
-                _set_tensor(modules, target.name, _materialise(target, plan.header, reader, plan.device))
+                builder.put(target)
                 done += target.nbytes
                 if progress is not None:
                     progress(Progress(done, total, target.name))
@@ -89,18 +94,89 @@ def build(
     return Built(transformer, models, time.perf_counter() - start)
 
 
-def _materialise(target: TargetTensor, header: Header, reader: TensorReader, device: torch.device) -> torch.Tensor:
-    if target.recipe is None:
-        return torch.zeros(target.shape, dtype=target.dtype, device=device)
+def _network_to_fill(part: ComponentPlan) -> ModelMixin:
+    """A network without weights; its buffers are computed only where the file does not bring them all.
 
-    def read(part: RowRange) -> torch.Tensor:
-        return reader.read(header.tensors[part.source], part.start, part.stop)
+    The position table of Stable Diffusion 3.5 takes seconds and gigabytes to compute.
+    """
+    if part.brings_buffers:
+        network = shapes_only(part.cls, part.config)
+        filled = {target.name for target in part.targets}
+        if all(name in filled for name, _ in network.named_buffers()) and not _has_loose_meta_tensors(network):
+            return network
+    return empty_network(part.cls, part.config)
 
-    tensor = evaluate(target.recipe, read)
-    # The narrower of the two dtypes travels: cast before the transfer where it shrinks, after where it grows.
-    if target.dtype.itemsize < tensor.dtype.itemsize:
-        tensor = tensor.to(target.dtype)
-    return tensor.to(device).to(target.dtype)
+
+def _has_loose_meta_tensors(network: torch.nn.Module) -> bool:
+    """Whether a module keeps a tensor that is neither parameter nor buffer, which nobody would fill."""
+    return any(
+        isinstance(value, torch.Tensor) and value.is_meta
+        for module in network.modules()
+        for value in vars(module).values()
+    )
+
+
+class _Builder:
+    """Puts targets into one network."""
+
+    def __init__(self, plan: LoadPlan, network: ModelMixin, reader: TensorReader) -> None:
+        self._plan = plan
+        self._modules: dict[str, torch.nn.Module] = dict(network.named_modules())
+        self._reader = reader
+        self._portable = portable_on(plan.compute, plan.device)
+
+    def put(self, target: TargetTensor) -> None:
+        """Make one target and put it in its place. Raises UnsupportedQuantization for scales that cannot be."""
+        try:
+            if target.form is not None:
+                self._put_codes(target)
+            else:
+                _set_tensor(self._modules, target.name, self._values(target))
+        except LayerError as error:
+            raise refusal(self._plan.header, error, len(self._plan.layers)) from error
+
+    def _put_codes(self, target: TargetTensor) -> None:
+        assert isinstance(target.recipe, Rows)
+        codes = codes_of(target.recipe, target.shape, self._plan.layers, self._reader.read, self._portable)
+        module, compute = self._modules[target.module], layer_compute(self._plan, target)
+        layer = holder_of(codes.form).quantized_layer(module, _moved(codes, self._plan.device), target.dtype, compute)
+        parent, _, name = target.module.rpartition(".")
+        setattr(self._modules[parent], name, layer)
+        self._modules[target.module] = layer
+
+    def _values(self, target: TargetTensor) -> torch.Tensor:
+        plan = self._plan
+        if target.recipe is None:
+            return torch.zeros(target.shape, dtype=target.dtype, device=plan.device)
+
+        def read(part: RowRange) -> torch.Tensor:
+            if part.source in plan.layers:
+                return decode_rows(part, plan.layers, self._reader.read, target.dtype, plan.compute)
+            return self._reader.read(plan.header.tensors[part.source], part.start, part.stop)
+
+        tensor = evaluate(target.recipe, read)
+        # The narrower of the two dtypes travels: cast before the transfer where it shrinks, after where it grows.
+        if target.dtype.itemsize < tensor.dtype.itemsize:
+            tensor = tensor.to(target.dtype)
+        return tensor.to(plan.device).to(target.dtype)
+
+
+def layer_compute(plan: LoadPlan, target: TargetTensor) -> Compute:
+    """How one layer computes: never in low precision where its file says so."""
+    sources = [part.source for part in ranges_of(target.recipe)] if target.recipe else []
+    if any(plan.layers[source].full_precision_matmul for source in sources if source in plan.layers):
+        return replace(plan.compute, quantized_matmul="")
+    return plan.compute
+
+
+def _moved(codes: Codes, device: torch.device) -> Codes:
+    def to(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return replace(
+        codes, weight=codes.weight.to(device), scale=codes.scale.to(device), scale_2=to(codes.scale_2),
+        zero_point=to(codes.zero_point), input_scale=to(codes.input_scale),
+    )  # fmt: skip
 
 
 def _set_tensor(modules: Mapping[str, torch.nn.Module], name: str, tensor: torch.Tensor) -> None:
@@ -125,5 +201,9 @@ def _finish(network: ModelMixin, part: ComponentPlan, plan: LoadPlan) -> ModelMi
         raise TransplantError(
             f"{plan.header.path.name}: {part.cls.__name__} was left without {sample(empty)}. Please report this"
         )
+    forms = {target.module: target.form for target in part.targets if target.form is not None}
+    if forms:
+        holder_of(next(iter(forms.values()))).mark_quantized(network, forms, plan.dtype, plan.compute)
+        record_compute_dtype(network, plan.dtype)
     network.register_to_config(_name_or_path=str(plan.header.path))
     return network.eval()

@@ -61,7 +61,7 @@ class OverrideArchMismatch(TransplantError):
 
 
 class UnreadableFile(OverrideArchMismatch):
-    """The bytes are not a complete, valid safetensors file."""
+    """The bytes are not a complete, valid safetensors or GGUF file."""
 
 
 class NotACheckpoint(UnreadableFile):
@@ -72,7 +72,8 @@ class NotACheckpoint(UnreadableFile):
     """
 
     def __init__(self, file: Path | str, found: str, remedy: str) -> None:
-        super().__init__(file, f"is not a safetensors file but {found}", remedy)
+        expected = "GGUF" if Path(file).suffix.lower() == ".gguf" else "safetensors"
+        super().__init__(file, f"is not a {expected} file but {found}", remedy)
         self.found = found
 
 
@@ -118,7 +119,7 @@ class TrailingBytes(UnreadableFile):
 
 
 class BadHeader(UnreadableFile):
-    """The header contradicts itself or the safetensors format.
+    """The header contradicts itself or its format.
 
     Attributes:
         tensor: the tensor whose entry is wrong, or None where the header as a whole is.
@@ -216,7 +217,7 @@ class WrongArchitecture(OverrideArchMismatch):
     """
 
     def __init__(self, file: Path | str, expected: str, found: str | None, why: str) -> None:
-        what = f"is a {found} transformer" if found else "is of no architecture known here"
+        what = f"holds a transformer of the {found} family" if found else "is of no architecture known here"
         remedy = (
             f"Choose a base model of the {found} family first, or a file made for {expected}"
             if found

@@ -20,8 +20,9 @@ from transplant.base_model import BaseModel, read_base
 from transplant.build import Progress, build
 from transplant.errors import BaseModelError, OverrideArchMismatch
 from transplant.hosts.base import Host
+from transplant.load_plan import LoadPlan
 from transplant.memory import available_bytes
-from transplant.plan import LoadPlan, plan
+from transplant.plan import plan
 from transplant.slots import PRIMARY, SECONDARY, SLOTS, Failure, Loaded, Override, Slot, SlotKind, stamp_of
 from transplant.view import log_line
 
@@ -177,7 +178,7 @@ class Session:
         try:
             planned = plan(
                 override.path, base, component=component, dtype=settings.dtype,
-                device=settings.device, use_mmap=settings.use_mmap,
+                device=settings.device, use_mmap=settings.use_mmap, compute=settings.compute,
             )  # fmt: skip
         except OverrideArchMismatch as error:
             log.warning("%s", error)

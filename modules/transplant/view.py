@@ -13,7 +13,7 @@ from transplant.checkpoint.naming import NamedKeys
 from transplant.errors import sample
 
 if TYPE_CHECKING:
-    from transplant.plan import LoadPlan
+    from transplant.load_plan import LoadPlan
 
 Row = tuple[str, str]
 
@@ -57,6 +57,7 @@ def plan_rows(plan: LoadPlan) -> list[Row]:
         ("class", f"{transformer.cls.__name__}, as {transformer.component}"),
         ("layout", f"{plan.layout}, {'prefix ' + plan.prefix if plan.prefix else 'no prefix'}"),
         ("tensors", f"{len(plan.header.tensors)} stored, {len(plan.targets)} in the model"),
+        ("quantization", _quantization(plan)),
         ("not read", _counts(plan.companions)),
         ("dropped", sample(plan.dropped) if plan.dropped else "nothing"),
         ("missing", _missing(plan)),
@@ -73,7 +74,7 @@ def plan_groups(plan: LoadPlan) -> list[Group]:
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     for target in plan.targets:
-        key = (_part(target.name), target.stored or "zeros", str(target.dtype).removeprefix("torch."))
+        key = (_part(target.name), target.stored or "zeros", target.resident)
         counts[key] += 1
         sizes[key] += target.nbytes
     return [Group(key[0], count, key[1], key[2], sizes[key]) for key, count in counts.items()]
@@ -92,6 +93,8 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "component": plan.transformer.component,
         "layout": plan.layout,
         "prefix": plan.prefix,
+        "quantization": plan.quantization,
+        "formats": dict(_formats(plan)),
         "companions": dict(plan.companions),
         "dropped": list(plan.dropped),
         "left_alone": [name for part in plan.parts for name in part.left_alone],
@@ -167,10 +170,11 @@ def group_table(groups: Sequence[Group]) -> str:
 
 def log_line(plan: LoadPlan, seconds: float) -> str:
     """One line for the log after a load."""
+    formats = f", {_quantization(plan)}" if plan.layers else ""
     bundled = f", not read: {_counts(plan.companions)}" if plan.companions else ""
     return (
         f"{plan.header.path.name}: {plan.spec.name} ({plan.layout} layout, prefix {plan.prefix or 'none'}), "
-        f"{len(plan.targets)} tensors, {size(plan.resident_bytes)} in {seconds:.2f} s{bundled}"
+        f"{len(plan.targets)} tensors, {size(plan.resident_bytes)} in {seconds:.2f} s{formats}{bundled}"
     )
 
 
@@ -178,6 +182,21 @@ def _part(name: str) -> str:
     """`layers.3.attention.to_q.weight` → `layers.*.attention`: block numbers starred, the last names cut off."""
     parts = ["*" if part.isdigit() else part for part in name.split(".")]
     return ".".join(parts[: 3 if len(parts) > 1 and parts[1] == "*" else 1])
+
+
+def _formats(plan: LoadPlan) -> Counter[str]:
+    """Quantized layers of the file by format, with the GGML type where that is it."""
+    return Counter(str(layer.params.get("type", layer.format)) for layer in plan.layers.values())
+
+
+def _quantization(plan: LoadPlan) -> str:
+    """How many layers are quantized in which format, and what says so."""
+    if not plan.layers:
+        return "none"
+    counts = ", ".join(f"{count} layers {name}" for name, count in _formats(plan).items())
+    held = Counter(target.resident for target in plan.targets if target.form)
+    kept = ", ".join(f"{count} as {name}" for name, count in held.items())
+    return f"{counts} (from {plan.quantization}), held: {kept or 'none'}"
 
 
 def _counts(companions: Mapping[str, int]) -> str:

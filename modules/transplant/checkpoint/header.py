@@ -1,4 +1,4 @@
-"""Read and distrust a safetensors header. No torch, and no byte of tensor data is read.
+"""Read and distrust the header of a safetensors file; GGUF files go to gguf.py. No torch, and no tensor data is read.
 
 Format: 8 bytes little-endian length, that many bytes of JSON, then the data
 (https://huggingface.co/docs/safetensors, safetensors/src/tensor.rs). The checks are those of the
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from transplant.checkpoint.sniff import sniff
+from transplant.checkpoint.sniff import Sniffed, sniff
 from transplant.errors import BadHeader, NotACheckpoint, TrailingBytes, TruncatedFile, UnknownDtype, UnreadableFile
 
 MAX_HEADER_BYTES = 100_000_000
@@ -31,7 +31,12 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 """Every dtype of safetensors 0.8 with its width in bits."""
 
-_MAX_INT = 2**63 - 1
+SAFETENSORS, GGUF = "safetensors", "GGUF"
+"""Kinds of files."""
+
+GGUF_MAGIC = b"GGUF"
+
+MAX_INT = 2**63 - 1
 """The largest size or offset that torch and the file system can express."""
 
 
@@ -55,8 +60,8 @@ class TensorInfo:
 
     Attributes:
         name: stored name.
-        dtype: safetensors dtype, a key of DTYPE_BITS.
-        shape: logical shape; F4 and F6 count values, not bytes.
+        dtype: safetensors dtype, a key of DTYPE_BITS; of a quantized GGUF tensor the name of its GGML type.
+        shape: logical shape; F4, F6 and quantized GGUF tensors count values, not bytes.
         start: offset of its first byte in the file.
         nbytes: size in bytes.
     """
@@ -75,9 +80,10 @@ class Header:
     Attributes:
         path: the file.
         stamp: size and time of the file when it was read.
-        metadata: the `__metadata__` object; None where absent, {} where present and empty.
+        metadata: the `__metadata__` object; None where absent, {} where present and empty. The texts of a GGUF file.
         tensors: every tensor by stored name, in the order of its data in the file.
         data_start: offset of the first data byte, equal to the number of bytes read for this header.
+        container: SAFETENSORS or GGUF, whatever the file's suffix says.
     """
 
     path: Path
@@ -85,16 +91,17 @@ class Header:
     metadata: Mapping[str, str] | None
     tensors: Mapping[str, TensorInfo]
     data_start: int
+    container: str = SAFETENSORS
 
 
 def read_header(path: Path | str) -> Header:
-    """Read and check the header of a safetensors file.
+    """Read and check the header of a safetensors or GGUF file: its first bytes tell which, not its suffix.
 
     Args:
         path: the file.
 
     Returns:
-        The header; every tensor's range is inside the file and the ranges cover the data exactly.
+        The header; every tensor's range is inside the file and the ranges cover the data exactly, padding aside.
 
     Raises:
         UnreadableFile: one subclass per fault; the message names the file, the tensor and the way out.
@@ -104,6 +111,11 @@ def read_header(path: Path | str) -> Header:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             stamp = FileStamp(status.st_size, status.st_mtime_ns)
+            if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC:
+                from transplant.checkpoint.gguf import read_gguf  # which needs this module
+
+                return read_gguf(path, file, stamp)
+            file.seek(0)
             raw = _read_raw_header(path, file, stamp.size)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -120,6 +132,8 @@ def read_header(path: Path | str) -> Header:
 def _read_raw_header(path: Path, file: BinaryIO, size: int) -> bytes:
     start = file.read(512)
     length = int.from_bytes(start[:8], "little")
+    if path.suffix.lower() == ".gguf":
+        raise _not_gguf(path, start, size)
     if size < 9 or length > MAX_HEADER_BYTES or start[8:9] != b"{":
         raise _not_safetensors(path, start, size)
     if 8 + length > size:
@@ -129,6 +143,16 @@ def _read_raw_header(path: Path, file: BinaryIO, size: int) -> bytes:
     if len(raw) < length:
         raise TruncatedFile(path, 8 + len(raw), 8 + length, "header")
     return raw
+
+
+def _not_gguf(path: Path, start: bytes, size: int) -> NotACheckpoint:
+    """A file of that suffix without the magic."""
+    length = int.from_bytes(start[:8], "little")
+    unknown = Sniffed("unknown binary data", "Download it again, or choose another file")
+    renamed = Sniffed("a safetensors file", "Give it the suffix .safetensors")
+    like_safetensors = start[8:9] == b"{" and length <= MAX_HEADER_BYTES
+    other = sniff(start, size) or (renamed if like_safetensors else unknown)
+    return NotACheckpoint(path, other.what, other.remedy)
 
 
 def _not_safetensors(path: Path, start: bytes, size: int) -> UnreadableFile:
@@ -193,7 +217,7 @@ def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> Tenso
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise BadHeader(path, f"its data_offsets {reprlib.repr(fields.get('data_offsets'))} are not a range", name)
     start, end = offsets
-    count = _element_count(shape)
+    count = element_count(shape)
     if count is None:
         raise BadHeader(path, f"its shape {reprlib.repr(list(shape))} has more elements than can be counted", name)
     promised = count * bits
@@ -217,16 +241,16 @@ def _sizes(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list):
         return None
     sizes = cast("list[object]", value)
-    valid = all(type(n) is int and 0 <= n <= _MAX_INT for n in sizes)
+    valid = all(type(n) is int and 0 <= n <= MAX_INT for n in sizes)
     return cast("tuple[int, ...]", tuple(sizes)) if valid else None
 
 
-def _element_count(shape: Sequence[int]) -> int | None:
+def element_count(shape: Sequence[int]) -> int | None:
     """The product of the sizes, or None once it passes 64 bits: a long header cannot make it long to compute."""
     count = 1
     for size in shape:
         count *= size
-        if count > _MAX_INT:
+        if count > MAX_INT:
             return None
     return count
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sniffed:
-    """A file that is not a safetensors checkpoint.
+    """A file that is no checkpoint.
 
     Attributes:
-        what: what it is, as the end of "is not a safetensors file but ...".
+        what: what it is, as the end of "is not a safetensors file but ..." (or GGUF).
         remedy: what the user can do.
     """
 
@@ -26,14 +26,14 @@ _PAGE = Sniffed("a web page", "The download went wrong (a login page is usual): 
 
 
 def sniff(start: bytes, size: int) -> Sniffed | None:
-    """Recognise what does not begin like a safetensors file (a sane length, then a brace).
+    """Recognise what begins neither like a safetensors file (a sane length, then a brace) nor like GGUF (its magic).
 
     Args:
         start: the first bytes of the file, 512 are enough.
         size: the file's size in bytes.
 
     Returns:
-        What the file is, or None where it may be safetensors.
+        What the file is, or None where it may be a checkpoint.
     """
     if size == 0:
         return Sniffed("empty (0 bytes)", "The download did not start: download it again")
@@ -44,8 +44,6 @@ def sniff(start: bytes, size: int) -> Sniffed | None:
             "a git-lfs pointer, a text file that stands for the real one",
             "Run 'git lfs pull' in the repository it came from, or download the file itself",
         )
-    if start.startswith(b"GGUF"):
-        return Sniffed("a GGUF file", "Give it the suffix .gguf")
     if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return _PICKLE if b"data.pkl" in start or b"archive/" in start else Sniffed("a zip archive", "Unpack it first")
     if start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):

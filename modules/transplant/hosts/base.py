@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
 
 from transplant.checkpoint.reader import mmap_by_default
+from transplant.sdnq_bridge import Compute
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,13 @@ class LoadSettings:
         device: where they run.
         dtype: their compute dtype.
         use_mmap: whether weights may stay views of their file.
+        compute: how quantized layers compute.
     """
 
     device: torch.device
     dtype: torch.dtype
     use_mmap: bool
+    compute: Compute = field(default_factory=Compute)
 
 
 class Host(Protocol):
@@ -59,7 +62,9 @@ class PlainHost:
         return False
 
 
-def default_settings(device: str = "auto", dtype: str = "auto", use_mmap: bool | None = None) -> LoadSettings:
+def default_settings(
+    device: str = "auto", dtype: str = "auto", use_mmap: bool | None = None, compute: Compute | None = None
+) -> LoadSettings:
     """Settings from the words of the command line and the options.
 
     Args:
@@ -67,6 +72,7 @@ def default_settings(device: str = "auto", dtype: str = "auto", use_mmap: bool |
         dtype: "auto", "bf16", "fp16" or "fp32". Auto is bf16 on an accelerator that computes in it, else fp16;
             fp32 on the CPU.
         use_mmap: None for the platform's default.
+        compute: how quantized layers compute; None to dequantize them.
 
     Raises:
         ValueError: no such device here, or an unknown dtype.
@@ -78,7 +84,7 @@ def default_settings(device: str = "auto", dtype: str = "auto", use_mmap: bool |
     if dtype != "auto" and dtype not in names:
         raise ValueError(f"{dtype!r} is not one of auto, {', '.join(names)}")
     chosen = _best_dtype(where) if dtype == "auto" else names[dtype]
-    return LoadSettings(where, chosen, mmap_by_default() if use_mmap is None else use_mmap)
+    return LoadSettings(where, chosen, mmap_by_default() if use_mmap is None else use_mmap, compute or Compute())
 
 
 def _best_device() -> str:

@@ -27,7 +27,7 @@ log = logging.getLogger("transplant")
 BASES, OVERRIDES = "Diffusers", "UNET"
 """Subfolders of a models folder, SD.Next's own."""
 
-SUFFIXES = (".safetensors",)
+SUFFIXES = (".safetensors", ".gguf")
 RESERVED = (DEFAULT, "None")
 """Dropdown entries that are no files."""
 
