@@ -39,6 +39,7 @@ def load_transformer(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     use_mmap: bool | None = None,
+    fp8_storage: bool = False,
     config_kwargs: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
@@ -52,6 +53,7 @@ def load_transformer(
         dtype: compute dtype; by default the file's own.
         device: where the weights go.
         use_mmap: keep the weights as views of the file where that is possible; default everywhere but on Windows.
+        fp8_storage: let weights rest in float8_e4m3fn; the layers compute in `dtype`. Needs CUDA or XPU.
         config_kwargs: entries that replace those of the base's config.
         progress: called after every tensor.
         cancelled: asked before every tensor; True ends the load.
@@ -66,7 +68,7 @@ def load_transformer(
     """
     component_models = load_components(
         file, base=base, component=component, dtype=dtype, device=device, use_mmap=use_mmap,
-        config_kwargs=config_kwargs, progress=progress, cancelled=cancelled,
+        fp8_storage=fp8_storage, config_kwargs=config_kwargs, progress=progress, cancelled=cancelled,
     )  # fmt: skip
     transformer, *siblings = component_models
     if siblings:
@@ -85,6 +87,7 @@ def load_components(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     use_mmap: bool | None = None,
+    fp8_storage: bool = False,
     config_kwargs: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
@@ -99,9 +102,11 @@ def load_components(
     """
     from transplant.build import build
     from transplant.plan import plan
+    from transplant.sdnq_bridge import Compute
 
     planned = plan(
-        file, base, component=component, dtype=dtype, device=device, use_mmap=use_mmap, config_kwargs=config_kwargs
-    )
+        file, base, component=component, dtype=dtype, device=device, use_mmap=use_mmap, config_kwargs=config_kwargs,
+        compute=Compute(fp8_storage=fp8_storage),
+    )  # fmt: skip
     built = build(planned, progress=progress, cancelled=cancelled)
     return {planned.transformer.component: built.transformer, **built.siblings}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from transplant.checkpoint.reader import TensorReader, open_reader
 from transplant.compute_dtype import record_compute_dtype
 from transplant.errors import LoadCancelled, TransplantError, sample
 from transplant.formats.base import Codes
+from transplant.fp8_storage import FP8, hook_fp8_layers, stored
 from transplant.holders import holder_of
 from transplant.load_plan import ComponentPlan, LoadPlan, TargetTensor
 from transplant.quantized import LayerError, codes_of, decode_rows
@@ -23,6 +25,9 @@ from transplant.targets import refusal
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
+
+
+log = logging.getLogger("transplant")
 
 
 @dataclass(frozen=True)
@@ -155,10 +160,22 @@ class _Builder:
             return self._reader.read(plan.header.tensors[part.source], part.start, part.stop)
 
         tensor = evaluate(target.recipe, read)
+        if target.dtype in FP8:
+            return _at_rest(tensor, target, plan)
         # The narrower of the two dtypes travels: cast before the transfer where it shrinks, after where it grows.
         if target.dtype.itemsize < tensor.dtype.itemsize:
             tensor = tensor.to(target.dtype)
         return tensor.to(plan.device).to(target.dtype)
+
+
+def _at_rest(tensor: torch.Tensor, target: TargetTensor, plan: LoadPlan) -> torch.Tensor:
+    """A weight for FP8 storage: the values that the compute dtype would have, in fp8 where they fit."""
+    if tensor.dtype in FP8:
+        return tensor.to(plan.device)
+    at_rest = stored(tensor.to(plan.device).to(plan.dtype))
+    if at_rest.dtype not in FP8:
+        log.warning("%s: %s holds more than float8 can and stays in %s", plan.header.path.name, target.name, plan.dtype)
+    return at_rest
 
 
 def layer_compute(plan: LoadPlan, target: TargetTensor) -> Compute:
@@ -205,5 +222,7 @@ def _finish(network: ModelMixin, part: ComponentPlan, plan: LoadPlan) -> ModelMi
     if forms:
         holder_of(next(iter(forms.values()))).mark_quantized(network, forms, plan.dtype, plan.compute)
         record_compute_dtype(network, plan.dtype)
+    elif any(target.dtype in FP8 for target in part.targets):
+        hook_fp8_layers(network, plan.dtype, plan.header.path.name)
     network.register_to_config(_name_or_path=str(plan.header.path))
     return network.eval()

@@ -109,13 +109,16 @@ def _parser() -> argparse.ArgumentParser:
 def _loading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="compute dtype")
+    parser.add_argument("--fp8-storage", action="store_true", help="let weights rest in float8_e4m3fn (CUDA, XPU)")
     parser.add_argument("--no-mmap", action="store_true", help="read files from start to end instead of mapping them")
 
 
 def _settings(arguments: argparse.Namespace) -> LoadSettings:
     from transplant.hosts.base import default_settings
+    from transplant.sdnq_bridge import Compute
 
-    return default_settings(arguments.device, arguments.dtype, False if arguments.no_mmap else None)
+    compute = Compute(fp8_storage=arguments.fp8_storage)
+    return default_settings(arguments.device, arguments.dtype, False if arguments.no_mmap else None, compute)
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
@@ -158,7 +161,12 @@ def _inspect_over_base(arguments: argparse.Namespace) -> int:
 
     settings = _settings(arguments)
     planned = plan(
-        arguments.file, arguments.base, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap
+        arguments.file,
+        arguments.base,
+        dtype=settings.dtype,
+        device=settings.device,
+        use_mmap=settings.use_mmap,
+        compute=settings.compute,
     )
     if arguments.json:
         print(json.dumps(plan_json(planned), indent=2))
@@ -176,7 +184,12 @@ def _load(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     start = time.perf_counter()
     planned = plan(
-        arguments.file, arguments.base, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap
+        arguments.file,
+        arguments.base,
+        dtype=settings.dtype,
+        device=settings.device,
+        use_mmap=settings.use_mmap,
+        compute=settings.compute,
     )
     planning = time.perf_counter() - start
     before = anonymous_bytes()

@@ -120,6 +120,11 @@ OPTIONS: tuple[Option, ...] = (
         "drives. Auto is off on Windows.", "reload",
     ),
     Option(
+        "fp8_storage", False, "FP8 storage", "checkbox", LOADING,
+        help="Weights of Linears and convolutions rest in float8, half of bf16, and compute in the compute dtype. "
+        "Needs CUDA or XPU; quantized files stay as they are.", effect="reload",
+    ),
+    Option(
         "samples_save", True, "Save every picture", "checkbox", PICTURES,
         help="Pictures that are not saved are gone when the program ends.",
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,11 @@ from transplant.base_components import load_component, load_pipeline, weight_byt
 from transplant.base_model import BaseModel, read_base
 from transplant.build import Progress, build
 from transplant.errors import BaseModelError, OverrideArchMismatch
+from transplant.fp8_storage import store_in_fp8, support_on
 from transplant.hosts.base import Host
 from transplant.load_plan import LoadPlan
 from transplant.memory import available_bytes
-from transplant.plan import plan
+from transplant.plan import plan, spec_for
 from transplant.slots import PRIMARY, SECONDARY, SLOTS, Failure, Loaded, Override, Slot, SlotKind, stamp_of
 from transplant.view import log_line
 
@@ -227,7 +228,7 @@ class Session:
             self.slots[choice.kind.name] = slot.with_refused(choice.failure) if choice.failure else slot
 
     def _load_pipeline(
-        self, base: BaseModel, choices: Iterable[_Choice], cancelled: Callable[[], bool]
+        self, base: BaseModel, choices: Sequence[_Choice], cancelled: Callable[[], bool]
     ) -> tuple[DiffusionPipeline, dict[str, Loaded]]:
         given: dict[str, Any] = {}
         loaded: dict[str, Loaded] = {}
@@ -237,13 +238,18 @@ class Session:
                 models, loaded[choice.kind.name] = self._load(base, choice, cancelled)
                 given |= models
         settings = self._host.load_settings()
-        return load_pipeline(base, settings, given, self._host.report, cancelled), loaded
+        pipeline = load_pipeline(base, settings, given, self._host.report, cancelled)
+        for choice in choices:
+            if choice.plan is None and choice.component not in given:
+                self._rest_in_fp8(base, choice.component, getattr(pipeline, choice.component))
+        return pipeline, loaded
 
     def _load(self, base: BaseModel, choice: _Choice, cancelled: Callable[[], bool]) -> tuple[dict[str, Any], Loaded]:
         """The transformer that a choice describes, with its siblings, by component; and what the slot then holds."""
         if choice.plan is None:
             self._host.report(f"Loading {choice.component} of {base.path.name}", None)
             own = load_component(base, choice.component, self._host.load_settings())
+            self._rest_in_fp8(base, choice.component, own)
             return {choice.component: own}, Loaded(None)
         name = choice.plan.header.path.name
 
@@ -254,6 +260,17 @@ class Session:
         log.info("%s", log_line(choice.plan, built.seconds))
         loaded = Loaded(choice.override, choice.plan.header.stamp, tuple(built.siblings))
         return {choice.component: built.transformer, **built.siblings}, loaded
+
+    def _rest_in_fp8(self, base: BaseModel, component: str, model: Any) -> None:
+        """FP8 storage for a transformer of the base model, where it is wanted and possible."""
+        settings = self._host.load_settings()
+        if not settings.compute.fp8_storage:
+            return
+        support = support_on(settings.device)
+        if support.possible:
+            store_in_fp8(model, spec_for(base, component).fp8_skip_patterns, f"{component} of {base.path.name}")
+        else:
+            log.info("FP8 storage has no effect: it %s", support.reason)
 
     def _install(self, models: Mapping[str, Any]) -> None:
         for component, model in models.items():

@@ -22,6 +22,7 @@ from transplant.checkpoint.naming import NamedKeys, normalise, split_siblings
 from transplant.checkpoint.reader import TORCH_DTYPES, mmap_by_default
 from transplant.errors import ConverterFailed, WrongArchitecture, sample
 from transplant.formats.containers import read_quantization
+from transplant.fp8_storage import FP8, support_on
 from transplant.load_plan import ComponentPlan, LoadPlan
 from transplant.recipe import CONVERTER_ERRORS, Made, as_named, trace
 from transplant.sdnq_bridge import Compute
@@ -90,7 +91,7 @@ def plan(
         tuple(keys.stored[name] for name in own if name in junk), draft.layers_by_weight, quantization.source,
         transformer, _plan_siblings(draft, spec, base, siblings), changes,
         draft.dtype, draft.device, draft.use_mmap, draft.compute,
-        (*_warnings(transformer), *_gguf_warnings(draft, detection)),
+        (*_warnings(transformer), *_fp8_warnings(draft), *_gguf_warnings(draft, detection)),
     )  # fmt: skip
 
 
@@ -196,8 +197,18 @@ def _make(
         raise ConverterFailed(draft.header.path, title, f"{type(error).__name__}: {error}") from error
 
 
+def _fp8_warnings(draft: Draft) -> tuple[str, ...]:
+    """Why FP8 storage that was asked for does nothing."""
+    if not draft.compute.fp8_storage:
+        return ()
+    if draft.layers:
+        return ("FP8 storage has no effect: the weights are already quantized and stay as they are",)
+    support = support_on(draft.device)
+    return () if support.possible else (f"FP8 storage has no effect: it {support.reason}",)
+
+
 def _warnings(transformer: ComponentPlan) -> tuple[str, ...]:
-    raw = sum(target.stored.startswith("F8") for target in transformer.targets)
+    raw = sum(target.stored.startswith("F8") and target.dtype not in FP8 for target in transformer.targets)
     decoded = sum(target.decoded for target in transformer.targets)
     told: list[str] = []
     if raw:

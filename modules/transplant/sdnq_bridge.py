@@ -25,18 +25,20 @@ _STATE = ("weight", "scale", "scale_2", "scale_zero_point", "zero_point", "zero_
 
 @dataclass(frozen=True)
 class Compute:
-    """How quantized layers compute.
+    """How layers hold their weights and compute.
 
     Attributes:
         quantized_matmul: "" to dequantize and multiply in the compute dtype, "auto" for SDNQ's quantized
             matmul in the dtype that suits the codes, or that dtype ("int8", "float8_e4m3fn").
         compiled: dequantize with torch.compile.
         dequantize_fp32: keep fp32 scales and dequantize in fp32; else in the compute dtype.
+        fp8_storage: let the plain weights of Linears and convolutions rest in float8_e4m3fn.
     """
 
     quantized_matmul: str = ""
     compiled: bool = False
     dequantize_fp32: bool = True
+    fp8_storage: bool = False
 
 
 def wants_portable_codes(compute: Compute, device: torch.device, capability: tuple[int, int] | None) -> bool:

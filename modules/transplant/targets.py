@@ -24,6 +24,7 @@ from transplant.errors import (
     sample,
 )
 from transplant.formats.base import Codes, QuantizedLayer
+from transplant.fp8_storage import FP8, STORAGE, castable_layers, skip_patterns, support_on
 from transplant.load_plan import ComponentPlan, TargetTensor
 from transplant.quantized import LayerError, codes_of, fits, is_rows_of_layers, logical_shape, read_meta
 from transplant.recipe import Made, Recipe, Replay, Rows, ranges_of
@@ -58,6 +59,11 @@ class Draft:
     device: torch.device
     use_mmap: bool
     compute: Compute
+
+    @property
+    def rests_in_fp8(self) -> bool:
+        """Whether plain weights are to rest in fp8: wanted, possible, and the file is not quantized already."""
+        return self.compute.fp8_storage and not self.layers and support_on(self.device).possible
 
     @property
     def layers_by_weight(self) -> dict[str, QuantizedLayer]:
@@ -142,7 +148,8 @@ def plan_component(
     unexpected = [draft.keys.stored[name] for name in names if name not in used]
     if unexpected:
         raise UnexpectedTensors(draft.header.path, unexpected, spec.name)
-    targets = _Targets(draft, network)
+    rest_in_fp8 = draft.rests_in_fp8 and component == spec.component
+    targets = _Targets(draft, network, skip_patterns(type(network), spec.fp8_skip_patterns) if rest_in_fp8 else None)
     planned = [targets.target(name, made[name], needed[name]) for name in needed if name in made]
     planned += [targets.zeros(name, needed[name]) for name in zeros]
     planned.sort(key=lambda target: target.offset)
@@ -202,12 +209,14 @@ def _has_shape(draft: Draft, made: Made, wanted: Shape) -> bool:
 class _Targets:
     """Makes the targets of one network."""
 
-    def __init__(self, draft: Draft, network: ModelMixin) -> None:
+    def __init__(self, draft: Draft, network: ModelMixin, patterns: Sequence[str] | None) -> None:
+        """`patterns` are what FP8 storage skips; None where weights do not rest in fp8."""
         self._draft = draft
         self._layers = draft.layers_by_weight
         self._modules: dict[str, torch.nn.Module] = dict(network.named_modules())
         self._readers = dtype_readers(network)
         self._portable = portable_on(draft.compute, draft.device)
+        self._fp8 = frozenset(castable_layers(network, patterns)) if patterns is not None else frozenset[str]()
         modules: Any = getattr(network, "_keep_in_fp32_modules", None)
         self._keep_in_fp32 = frozenset([modules] if isinstance(modules, str) else modules or ())
 
@@ -225,7 +234,7 @@ class _Targets:
             dict.fromkeys(self._layers[i.name].format if i.name in self._layers else i.dtype for i in infos)
         )
         offset = min((info.start for info in infos), default=0)
-        dtype = self._dtype(name, needed)
+        dtype = self._dtype(name, needed, made.dtype)
         plain = TargetTensor(name, recipe, tuple(needed.shape), stored, dtype, 0, 0, 0, offset)
         if layers and isinstance(recipe, Rows) and self._stays_quantized(plain):
             return self._as_codes(plain, recipe)
@@ -238,9 +247,11 @@ class _Targets:
             )  # fmt: skip
         return self._as_values(plain, made.dtype, infos[0].start if infos else 0)
 
-    def _dtype(self, name: str, needed: torch.Tensor) -> torch.dtype:
+    def _dtype(self, name: str, needed: torch.Tensor, stored: torch.dtype) -> torch.dtype:
         if not needed.dtype.is_floating_point:
             return needed.dtype
+        if name.rpartition(".")[0] in self._fp8:
+            return stored if stored in FP8 else STORAGE
         return self._draft.dtype if self._keep_in_fp32.isdisjoint(name.split(".")) else torch.float32
 
     def _stays_quantized(self, target: TargetTensor) -> bool:

@@ -1,0 +1,163 @@
+"""FP8 storage: weights rest in float8_e4m3fn, and each layer computes in the model's own dtype.
+
+The same layers and the same numbers as diffusers' `enable_layerwise_casting`, except that the stored
+tensor itself is put back after a forward, also after one that fails, instead of being cast again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from transplant.compute_dtype import record_compute_dtype
+from transplant.dtype_readers import dtype_readers, is_under
+
+if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+
+log = logging.getLogger("transplant")
+
+STORAGE = torch.float8_e4m3fn
+LARGEST = torch.finfo(STORAGE).max
+"""448: what is larger would become NaN, so such a tensor stays as it is."""
+
+FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_LAYERS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+_CAUTIOUS = ("embed", "time", "final", "proj_in", "proj_out", "norm", "modulation")
+"""For a class that declares nothing and has no spec: every embedder and every final layer stays."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether FP8 storage does anything, and if not, why."""
+
+    possible: bool
+    reason: str
+
+
+def support_on(device: torch.device) -> Support:
+    """Whether a device can hold weights in fp8.
+
+    Torch casts float8 on CUDA and XPU. On the CPU nothing would be gained; the environment variable
+    TRANSPLANT_FP8_ON_CPU=1 runs it there all the same, for tests.
+    """
+    if device.type in ("cuda", "xpu") or os.environ.get("TRANSPLANT_FP8_ON_CPU") == "1":
+        return Support(True, "weights are held in float8_e4m3fn")
+    return Support(False, f"needs CUDA or XPU, the models run on {device.type}")
+
+
+def skip_patterns(cls: type, of_spec: Iterable[str]) -> tuple[str, ...]:
+    """Patterns of module names that stay in the compute dtype.
+
+    Args:
+        cls: the model's class, which may declare some.
+        of_spec: those of its architecture.
+
+    Returns:
+        diffusers' defaults, the class's own, its fp32 modules, the architecture's; cautious ones where
+        neither class nor architecture names any.
+    """
+    from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
+
+    declared: list[str] = list(getattr(cls, "_skip_layerwise_casting_patterns", None) or [])
+    own = [*declared, *of_spec] or list(_CAUTIOUS)
+    fp32: Any = getattr(cls, "_keep_in_fp32_modules", None) or []
+    return tuple(dict.fromkeys([*DEFAULT_SKIP_MODULES_PATTERN, *own, *([fp32] if isinstance(fp32, str) else fp32)]))
+
+
+def castable_layers(network: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Names of the Linear and Conv layers whose weights may rest in fp8.
+
+    A pattern that matches a module's name takes out everything under it. Layers of quantizers are not
+    plain Linears and are left alone, as are layers whose stored dtype the network's code reads.
+    """
+    compiled = [re.compile(pattern) for pattern in patterns]
+    readers = dtype_readers(network)
+    skipped: set[str] = set()
+    found: list[str] = []
+    for name, module in network.named_modules():
+        parent = name.rpartition(".")[0]
+        if parent in skipped or (name and any(pattern.search(name) for pattern in compiled)):
+            skipped.add(name)
+        elif type(module) in _LAYERS and not is_under(name, readers):
+            found.append(name)
+    return tuple(found)
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in fp8; the tensor itself where it is in fp8 already or holds more than fp8 can."""
+    if tensor.dtype in FP8 or not tensor.numel() or float(tensor.abs().max()) > LARGEST:
+        return tensor
+    return tensor.to(STORAGE)
+
+
+def store_in_fp8(model: ModelMixin, of_spec: Iterable[str], name: str) -> int:
+    """Put a loaded model's weights into fp8, layer by layer. Twice is once.
+
+    Args:
+        model: a model that computes in one dtype.
+        of_spec: skip patterns of its architecture.
+        name: what it is called in the log.
+
+    Returns:
+        How many layers rest in fp8.
+    """
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        log.info("%s: FP8 storage has no effect, its weights are already quantized", name)
+        return 0
+    dtype = model.dtype
+    for layer in castable_layers(model, skip_patterns(type(model), of_spec)):
+        for parameter in model.get_submodule(layer).parameters(recurse=False):
+            parameter.data = stored(parameter.data)
+    return hook_fp8_layers(model, dtype, name)
+
+
+def hook_fp8_layers(model: ModelMixin, dtype: torch.dtype, name: str) -> int:
+    """Let every plain layer whose parameters rest in fp8 compute in `dtype`, and log what was done.
+
+    Returns:
+        How many layers rest in fp8.
+    """
+    plain = [module for module in model.modules() if type(module) in _LAYERS]
+    held = [module for module in plain if any(p.dtype in FP8 for p in module.parameters(recurse=False))]
+    for module in held:
+        _hook(module, dtype)
+    if held:
+        record_compute_dtype(model, dtype)
+    megabytes = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    log.info(
+        "FP8 storage for %s: storage %s, compute %s, parameters %.0f MB, %d layers cast, %d skipped",
+        name, STORAGE, dtype, megabytes, len(held), len(plain) - len(held),
+    )  # fmt: skip
+    return len(held)
+
+
+def _hook(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Register the hook under the name by which diffusers finds a model's compute dtype; twice is once."""
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Fp8StorageHook(ModelHook):
+        """Computes with the weights cast up, and puts the stored tensors back whatever happens."""
+
+        compute_dtype = dtype
+        fn_ref: Any
+
+        def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            at_rest = [(p, p.data) for p in module.parameters(recurse=False) if p.dtype in FP8]
+            try:
+                for parameter, data in at_rest:
+                    parameter.data = data.to(self.compute_dtype)
+                return self.fn_ref.original_forward(*args, **kwargs)
+            finally:
+                for parameter, data in at_rest:
+                    parameter.data = data
+
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    if registry.get_hook("layerwise_casting") is None:
+        registry.register_hook(Fp8StorageHook(), "layerwise_casting")
