@@ -211,7 +211,7 @@ def test_an_override_changes_the_picture_and_a_wrong_file_changes_nothing(page: 
     assert own.info["parameters"].endswith(f"Model: {DEMO_BASE}")
 
     choose(page, "sd_unet", "demo-flux")
-    message(page, "is a FLUX.1 transformer")
+    message(page, "holds a transformer of the FLUX.1 family")
     message(page, "demo-comfyui-bf16 stays loaded")
     chosen(page, "sd_unet", "demo-comfyui-bf16")
     assert server.options()["sd_unet"] == "demo-comfyui-bf16"
