@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
 
     from transplant.build import Progress
+    from transplant.sdnq_bridge import QuantizeOnLoad
 
 log = logging.getLogger("transplant")
 
@@ -40,6 +41,7 @@ def load_transformer(
     device: torch.device | str = "cpu",
     use_mmap: bool | None = None,
     fp8_storage: bool = False,
+    quantize: QuantizeOnLoad | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
@@ -54,6 +56,7 @@ def load_transformer(
         device: where the weights go.
         use_mmap: keep the weights as views of the file where that is possible; default everywhere but on Windows.
         fp8_storage: let weights rest in float8_e4m3fn; the layers compute in `dtype`. Needs CUDA or XPU.
+        quantize: quantize the Linears of a float file while it loads; None to leave them.
         config_kwargs: entries that replace those of the base's config.
         progress: called after every tensor.
         cancelled: asked before every tensor; True ends the load.
@@ -68,7 +71,7 @@ def load_transformer(
     """
     component_models = load_components(
         file, base=base, component=component, dtype=dtype, device=device, use_mmap=use_mmap,
-        fp8_storage=fp8_storage, config_kwargs=config_kwargs, progress=progress, cancelled=cancelled,
+        fp8_storage=fp8_storage, quantize=quantize, config_kwargs=config_kwargs, progress=progress, cancelled=cancelled,
     )  # fmt: skip
     transformer, *siblings = component_models
     if siblings:
@@ -88,6 +91,7 @@ def load_components(
     device: torch.device | str = "cpu",
     use_mmap: bool | None = None,
     fp8_storage: bool = False,
+    quantize: QuantizeOnLoad | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
@@ -106,7 +110,7 @@ def load_components(
 
     planned = plan(
         file, base, component=component, dtype=dtype, device=device, use_mmap=use_mmap, config_kwargs=config_kwargs,
-        compute=Compute(fp8_storage=fp8_storage),
+        compute=Compute(fp8_storage=fp8_storage, quantize=quantize),
     )  # fmt: skip
     built = build(planned, progress=progress, cancelled=cancelled)
     return {planned.transformer.component: built.transformer, **built.siblings}

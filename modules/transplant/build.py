@@ -19,7 +19,7 @@ from transplant.holders import holder_of
 from transplant.load_plan import ComponentPlan, LoadPlan, TargetTensor
 from transplant.quantized import LayerError, codes_of, decode_rows
 from transplant.recipe import RowRange, Rows, evaluate, ranges_of
-from transplant.sdnq_bridge import Compute, portable_on
+from transplant.sdnq_bridge import IN_FLIGHT, Compute, InFlight, portable_on
 from transplant.skeleton import empty_network, shapes_only
 from transplant.targets import refusal
 
@@ -86,7 +86,7 @@ def build(
     with open_reader(plan.header, plan.use_mmap) as reader:
         for part in plan.parts:
             network = _network_to_fill(part)
-            builder = _Builder(plan, network, reader)
+            builder = _Builder(plan, part, network, reader)
             for target in part.targets:
                 if cancelled is not None and cancelled():
                     raise LoadCancelled(f"{plan.header.path.name}: the load was cancelled")
@@ -94,7 +94,7 @@ def build(
                 done += target.nbytes
                 if progress is not None:
                     progress(Progress(done, total, target.name))
-            models[part.component] = _finish(network, part, plan)
+            models[part.component] = _finish(network, part, plan, builder.in_flight)
     transformer = models.pop(plan.transformer.component)
     return Built(transformer, models, time.perf_counter() - start)
 
@@ -124,16 +124,21 @@ def _has_loose_meta_tensors(network: torch.nn.Module) -> bool:
 class _Builder:
     """Puts targets into one network."""
 
-    def __init__(self, plan: LoadPlan, network: ModelMixin, reader: TensorReader) -> None:
+    def __init__(self, plan: LoadPlan, part: ComponentPlan, network: ModelMixin, reader: TensorReader) -> None:
         self._plan = plan
         self._modules: dict[str, torch.nn.Module] = dict(network.named_modules())
         self._reader = reader
         self._portable = portable_on(plan.compute, plan.device)
+        in_flight = any(target.form and target.form.holder == IN_FLIGHT for target in part.targets)
+        wanted = plan.compute.quantize if in_flight else None
+        self.in_flight = InFlight(network, wanted, plan.dtype, plan.compute) if wanted else None
 
     def put(self, target: TargetTensor) -> None:
         """Make one target and put it in its place. Raises UnsupportedQuantization for scales that cannot be."""
         try:
-            if target.form is not None:
+            if target.form is not None and target.form.holder == IN_FLIGHT:
+                self._put_quantized(target)
+            elif target.form is not None:
                 self._put_codes(target)
             else:
                 _set_tensor(self._modules, target.name, self._values(target))
@@ -145,9 +150,17 @@ class _Builder:
         codes = codes_of(target.recipe, target.shape, self._plan.layers, self._reader.read, self._portable)
         module, compute = self._modules[target.module], layer_compute(self._plan, target)
         layer = holder_of(codes.form).quantized_layer(module, _moved(codes, self._plan.device), target.dtype, compute)
-        parent, _, name = target.module.rpartition(".")
+        self._replace(target.module, layer)
+
+    def _put_quantized(self, target: TargetTensor) -> None:
+        assert self.in_flight is not None
+        module = self._modules[target.module]
+        self._replace(target.module, self.in_flight.layer(target.name, module, self._values(target)))
+
+    def _replace(self, path: str, layer: torch.nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
         setattr(self._modules[parent], name, layer)
-        self._modules[target.module] = layer
+        self._modules[path] = layer
 
     def _values(self, target: TargetTensor) -> torch.Tensor:
         plan = self._plan
@@ -206,7 +219,7 @@ def _set_tensor(modules: Mapping[str, torch.nn.Module], name: str, tensor: torch
         setattr(module, leaf, tensor)  # a registered buffer: torch keeps it one
 
 
-def _finish(network: ModelMixin, part: ComponentPlan, plan: LoadPlan) -> ModelMixin:
+def _finish(network: ModelMixin, part: ComponentPlan, plan: LoadPlan, in_flight: InFlight | None) -> ModelMixin:
     """Put buffers on the device, and check that nothing was left without values."""
     for module in network.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -219,7 +232,10 @@ def _finish(network: ModelMixin, part: ComponentPlan, plan: LoadPlan) -> ModelMi
             f"{plan.header.path.name}: {part.cls.__name__} was left without {sample(empty)}. Please report this"
         )
     forms = {target.module: target.form for target in part.targets if target.form is not None}
-    if forms:
+    if in_flight:
+        in_flight.finish(network)
+        record_compute_dtype(network, plan.dtype)
+    elif forms:
         holder_of(next(iter(forms.values()))).mark_quantized(network, forms, plan.dtype, plan.compute)
         record_compute_dtype(network, plan.dtype)
     elif any(target.dtype in FP8 for target in part.targets):

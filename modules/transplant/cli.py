@@ -110,14 +110,20 @@ def _loading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="compute dtype")
     parser.add_argument("--fp8-storage", action="store_true", help="let weights rest in float8_e4m3fn (CUDA, XPU)")
+    parser.add_argument(
+        "--quantize", metavar="DTYPE", help="quantize float files with SDNQ while they load: int8, uint4, ..."
+    )
+    parser.add_argument("--quantized-matmul", action="store_true", help="quantized layers multiply in int8 or fp8")
     parser.add_argument("--no-mmap", action="store_true", help="read files from start to end instead of mapping them")
 
 
 def _settings(arguments: argparse.Namespace) -> LoadSettings:
     from transplant.hosts.base import default_settings
-    from transplant.sdnq_bridge import Compute
+    from transplant.sdnq_bridge import Compute, QuantizeOnLoad
 
-    compute = Compute(fp8_storage=arguments.fp8_storage)
+    quantize = QuantizeOnLoad(arguments.quantize) if arguments.quantize else None
+    matmul = "auto" if arguments.quantized_matmul else ""
+    compute = Compute(quantized_matmul=matmul, fp8_storage=arguments.fp8_storage, quantize=quantize)
     return default_settings(arguments.device, arguments.dtype, False if arguments.no_mmap else None, compute)
 
 

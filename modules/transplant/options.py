@@ -95,7 +95,8 @@ class Option:
             raise OptionError(self.key, value, f"there is no {value!r}; the choices are {shown or 'none yet'}")
 
 
-MODELS, LOADING, PICTURES, INTERFACE = "Models", "Loading", "Pictures", "User interface"
+MODELS, LOADING, QUANTIZATION = "Models", "Loading", "Quantization"
+PICTURES, INTERFACE = "Pictures", "User interface"
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -123,6 +124,41 @@ OPTIONS: tuple[Option, ...] = (
         "fp8_storage", False, "FP8 storage", "checkbox", LOADING,
         help="Weights of Linears and convolutions rest in float8, half of bf16, and compute in the compute dtype. "
         "Needs CUDA or XPU; quantized files stay as they are.", effect="reload",
+    ),
+    Option(
+        "sdnq_quantize_weights_mode", "none", "Quantize on load", "dropdown", QUANTIZATION,
+        ("none", "int8", "float8_e4m3fn", "int6", "uint5", "uint4", "int4", "float4_e2m1fn", "uint3", "uint2"),
+        "SDNQ quantizes the Linears of float files while they load; quantized files stay as they are.", "reload",
+    ),
+    Option(
+        "sdnq_quantize_weights_group_size", 0, "Group size", "number", QUANTIZATION,
+        help="Columns that share a scale: 0 for SDNQ's choice, -1 for a row.", effect="reload",
+        minimum=-1, maximum=4096,
+    ),
+    Option(
+        "sdnq_use_svd", False, "Keep a low-rank part (SVD)", "checkbox", QUANTIZATION,
+        help="Closer to the float weights, slower to load.", effect="reload",
+    ),
+    Option(
+        "sdnq_svd_rank", 32, "SVD rank", "number", QUANTIZATION, help="Rank of that part.", effect="reload",
+        minimum=1, maximum=512,
+    ),
+    Option(
+        "sdnq_use_quantized_matmul", False, "Quantized matmul", "checkbox", QUANTIZATION,
+        help="Quantized layers multiply in int8 or fp8 instead of dequantizing: faster on many GPUs, less exact.",
+        effect="reload",
+    ),
+    Option(
+        "sdnq_quantized_matmul_mode", "auto", "Quantized matmul dtype", "dropdown", QUANTIZATION,
+        ("auto", "int8", "float8_e4m3fn", "float16"), "Auto is what suits the codes.", "reload",
+    ),
+    Option(
+        "sdnq_dequantize_fp32", True, "Dequantize in fp32", "checkbox", QUANTIZATION,
+        help="Keep fp32 scales; off is faster and rounds more often.", effect="reload",
+    ),
+    Option(
+        "sdnq_dequantize_compile", False, "Compile dequantization", "checkbox", QUANTIZATION,
+        help="With torch.compile; needs Triton on a GPU or a C++ compiler on the CPU.", effect="restart",
     ),
     Option(
         "samples_save", True, "Save every picture", "checkbox", PICTURES,

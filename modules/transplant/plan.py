@@ -91,7 +91,7 @@ def plan(
         tuple(keys.stored[name] for name in own if name in junk), draft.layers_by_weight, quantization.source,
         transformer, _plan_siblings(draft, spec, base, siblings), changes,
         draft.dtype, draft.device, draft.use_mmap, draft.compute,
-        (*_warnings(transformer), *_fp8_warnings(draft), *_gguf_warnings(draft, detection)),
+        (*_warnings(transformer), *_ignored(draft), *_gguf_warnings(draft, detection)),
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def _plan_siblings(
         config = base.config(sibling.subfolder)
         made = _make(draft, names, sibling.converter, config, sibling.inline_prefix)
         network = shapes_only(resolve_class(sibling.cls), config)
-        parts.append(plan_component(draft, spec, sibling.component, network, made, names))
+        parts.append(plan_component(draft, spec, sibling.component, network, made, names, sibling=True))
     return tuple(parts)
 
 
@@ -197,14 +197,16 @@ def _make(
         raise ConverterFailed(draft.header.path, title, f"{type(error).__name__}: {error}") from error
 
 
-def _fp8_warnings(draft: Draft) -> tuple[str, ...]:
-    """Why FP8 storage that was asked for does nothing."""
-    if not draft.compute.fp8_storage:
-        return ()
-    if draft.layers:
-        return ("FP8 storage has no effect: the weights are already quantized and stay as they are",)
-    support = support_on(draft.device)
-    return () if support.possible else (f"FP8 storage has no effect: it {support.reason}",)
+def _ignored(draft: Draft) -> tuple[str, ...]:
+    """Why FP8 storage or quantization on load that was asked for does nothing."""
+    told: list[str] = []
+    if draft.compute.quantize and draft.layers:
+        told.append("quantization on load changes nothing: the weights are already quantized and stay as they are")
+    if draft.compute.fp8_storage and (draft.layers or draft.quantizes):
+        told.append("FP8 storage has no effect: the weights are already quantized and stay as they are")
+    elif draft.compute.fp8_storage and not (support := support_on(draft.device)).possible:
+        told.append(f"FP8 storage has no effect: it {support.reason}")
+    return tuple(told)
 
 
 def _warnings(transformer: ComponentPlan) -> tuple[str, ...]:

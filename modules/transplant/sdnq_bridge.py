@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from transplant.errors import OptionError
 from transplant.formats.base import Codes, Form
 
 if TYPE_CHECKING:
@@ -21,6 +22,34 @@ if TYPE_CHECKING:
 _STATE = ("weight", "scale", "scale_2", "scale_zero_point", "zero_point", "zero_point_scale", "zero_point_2",
           "svd_up", "svd_down")  # fmt: skip
 """Attributes that every SDNQ layer has; None where unused."""
+
+
+IN_FLIGHT = "in flight"
+"""Holder of a Form that stands for a float weight which SDNQ quantizes while it loads."""
+
+
+@dataclass(frozen=True)
+class QuantizeOnLoad:
+    """How float files are quantized while they load; the names are SDNQConfig's.
+
+    Attributes:
+        weights_dtype: SDNQ's name of the codes' dtype, for example "int8" or "uint4".
+        group_size: columns that share a scale; 0 for SDNQ's choice, -1 a row.
+        use_svd: keep a low-rank part of each weight unquantized.
+        svd_rank: rank of that part.
+        use_hadamard: rotate weights before they are quantized.
+        modules_to_not_convert: names or patterns of modules that stay as they are, beside those that SDNQ
+            knows of the model's class.
+        modules_dtype_dict: weights_dtype → names or patterns of modules that get it instead.
+    """
+
+    weights_dtype: str
+    group_size: int = 0
+    use_svd: bool = False
+    svd_rank: int = 32
+    use_hadamard: bool = False
+    modules_to_not_convert: tuple[str, ...] = ()
+    modules_dtype_dict: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,12 +62,14 @@ class Compute:
         compiled: dequantize with torch.compile.
         dequantize_fp32: keep fp32 scales and dequantize in fp32; else in the compute dtype.
         fp8_storage: let the plain weights of Linears and convolutions rest in float8_e4m3fn.
+        quantize: quantize the Linears of float files while they load; None to leave them.
     """
 
     quantized_matmul: str = ""
     compiled: bool = False
     dequantize_fp32: bool = True
     fp8_storage: bool = False
+    quantize: QuantizeOnLoad | None = None
 
 
 def wants_portable_codes(compute: Compute, device: torch.device, capability: tuple[int, int] | None) -> bool:
@@ -128,7 +159,7 @@ def mark_quantized(model: ModelMixin, forms: Mapping[str, Form], dtype: torch.dt
         dtype: the model's compute dtype.
         compute: how it computes.
     """
-    from sdnq import QuantizationMethod, SDNQConfig, SDNQQuantizer
+    from sdnq import SDNQConfig
 
     held = list(forms.values())
     most_common = max(dict.fromkeys(held), key=held.count)
@@ -140,6 +171,12 @@ def mark_quantized(model: ModelMixin, forms: Mapping[str, Form], dtype: torch.dt
         modules_to_not_convert=[f"{name}.weight" for name in plain],
         modules_quant_config={f".{name}.": _form_arguments(form, compute) for name, form in forms.items()},
     )
+    _mark(model, config, dtype)
+
+
+def _mark(model: ModelMixin, config: Any, dtype: torch.dtype) -> None:
+    from sdnq import QuantizationMethod, SDNQQuantizer
+
     quantizer = SDNQQuantizer(config, pre_quantized=True)
     quantizer.torch_dtype = dtype
     told: Any = model
@@ -227,3 +264,69 @@ def _scale_input(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def _choose_compilation(compute: Compute) -> None:
     """Tell SDNQ, before its first import in this process, whether to compile. It cannot be told again later."""
     os.environ.setdefault("SDNQ_USE_TORCH_COMPILE", "1" if compute.compiled else "0")
+
+
+class InFlight:
+    """SDNQ's own quantization, one weight at a time, for one network."""
+
+    def __init__(self, network: ModelMixin, wanted: QuantizeOnLoad, dtype: torch.dtype, compute: Compute) -> None:
+        """Raises OptionError where SDNQ does not know a dtype."""
+        _choose_compilation(compute)
+        from sdnq import SDNQConfig
+        from sdnq.common import accepted_weight_dtypes
+        from sdnq.utils import add_module_skip_keys
+
+        for name in (wanted.weights_dtype, *(key for key, _ in wanted.modules_dtype_dict)):
+            if name not in accepted_weight_dtypes:
+                raise OptionError(
+                    "weights_dtype", name, f"SDNQ has no {name!r}; it has {', '.join(sorted(accepted_weight_dtypes))}"
+                )
+        self._dtype = dtype
+        config = SDNQConfig(
+            weights_dtype=wanted.weights_dtype,
+            group_size=wanted.group_size,
+            use_svd=wanted.use_svd,
+            svd_rank=wanted.svd_rank,
+            use_hadamard=wanted.use_hadamard,
+            use_quantized_matmul=bool(compute.quantized_matmul),
+            quantized_matmul_dtype=None if compute.quantized_matmul in ("", "auto") else compute.quantized_matmul,
+            dequantize_fp32=compute.dequantize_fp32,
+            modules_to_not_convert=list(wanted.modules_to_not_convert),
+            modules_dtype_dict={key: list(names) for key, names in wanted.modules_dtype_dict},
+        )
+        self._config: Any = add_module_skip_keys(network, config)[1]
+
+    def takes(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether SDNQ quantizes this weight: a Linear, large enough, on no skip list."""
+        from sdnq.utils import check_param_name_in, check_quant_is_allowed
+
+        if type(module) is not torch.nn.Linear or not name.endswith(".weight"):
+            return False
+        listed = cast("str | None", check_param_name_in(name, self._config.modules_to_not_convert))
+        return listed is None and check_quant_is_allowed("Linear", module.weight, self._config)
+
+    def planned(self, name: str, module: torch.nn.Module) -> tuple[Form, int]:
+        """How a weight will be held, and in how many bytes. Computed on meta tensors."""
+        from sdnq.quantizer import sdnq_quantize_layer_weight
+        from sdnq.utils import get_quant_kwargs
+
+        arguments = get_quant_kwargs(module, self._config, torch_dtype=self._dtype, param_name=name)
+        for key in ("return_device", "quantization_device", "non_blocking", "use_dynamic_quantization"):
+            arguments.pop(key)
+        linear = cast("torch.nn.Linear", module)
+        weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float32, device="meta")
+        dequantizer, tensors = sdnq_quantize_layer_weight(weight, **arguments)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values() if tensor is not None)
+        return Form(dequantizer.weights_dtype, dequantizer.group_size, holder=IN_FLIGHT), nbytes
+
+    def layer(self, name: str, module: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
+        """The quantized layer in the place of a Linear, from its float weight."""
+        from sdnq.quantizer import sdnq_quantize_layer
+
+        module.weight = torch.nn.Parameter(weight.to(torch.float32), requires_grad=False)
+        layer, self._config = sdnq_quantize_layer(module, self._config, torch_dtype=self._dtype, param_name=name)
+        return layer
+
+    def finish(self, model: ModelMixin) -> None:
+        """Make diffusers treat the model as quantized."""
+        _mark(model, self._config, self._dtype)

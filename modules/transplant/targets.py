@@ -28,7 +28,7 @@ from transplant.fp8_storage import FP8, STORAGE, castable_layers, skip_patterns,
 from transplant.load_plan import ComponentPlan, TargetTensor
 from transplant.quantized import LayerError, codes_of, fits, is_rows_of_layers, logical_shape, read_meta
 from transplant.recipe import Made, Recipe, Replay, Rows, ranges_of
-from transplant.sdnq_bridge import Compute, portable_on
+from transplant.sdnq_bridge import Compute, InFlight, QuantizeOnLoad, portable_on
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -64,6 +64,11 @@ class Draft:
     def rests_in_fp8(self) -> bool:
         """Whether plain weights are to rest in fp8: wanted, possible, and the file is not quantized already."""
         return self.compute.fp8_storage and not self.layers and support_on(self.device).possible
+
+    @property
+    def quantizes(self) -> QuantizeOnLoad | None:
+        """How float weights are quantized while they load; None where the file is quantized already."""
+        return None if self.layers else self.compute.quantize
 
     @property
     def layers_by_weight(self) -> dict[str, QuantizedLayer]:
@@ -119,6 +124,8 @@ def plan_component(
     network: ModelMixin,
     made: Mapping[str, Made],
     names: Sequence[str],
+    *,
+    sibling: bool = False,
 ) -> ComponentPlan:
     """Plan one model.
 
@@ -129,6 +136,7 @@ def plan_component(
         network: the model without weights.
         made: what the file makes, by target name, in own names.
         names: own names of the file's tensors that must all be used.
+        sibling: whether it is a sibling, which FP8 storage and quantization leave alone.
 
     Raises:
         OverrideArchMismatch: shapes, missing or unexpected tensors, layers that cannot be adopted.
@@ -148,8 +156,7 @@ def plan_component(
     unexpected = [draft.keys.stored[name] for name in names if name not in used]
     if unexpected:
         raise UnexpectedTensors(draft.header.path, unexpected, spec.name)
-    rest_in_fp8 = draft.rests_in_fp8 and component == spec.component
-    targets = _Targets(draft, network, skip_patterns(type(network), spec.fp8_skip_patterns) if rest_in_fp8 else None)
+    targets = _Targets(draft, network, skip_patterns(type(network), spec.fp8_skip_patterns), sibling)
     planned = [targets.target(name, made[name], needed[name]) for name in needed if name in made]
     planned += [targets.zeros(name, needed[name]) for name in zeros]
     planned.sort(key=lambda target: target.offset)
@@ -209,14 +216,16 @@ def _has_shape(draft: Draft, made: Made, wanted: Shape) -> bool:
 class _Targets:
     """Makes the targets of one network."""
 
-    def __init__(self, draft: Draft, network: ModelMixin, patterns: Sequence[str] | None) -> None:
-        """`patterns` are what FP8 storage skips; None where weights do not rest in fp8."""
+    def __init__(self, draft: Draft, network: ModelMixin, fp8_skips: Sequence[str], sibling: bool) -> None:
         self._draft = draft
         self._layers = draft.layers_by_weight
         self._modules: dict[str, torch.nn.Module] = dict(network.named_modules())
         self._readers = dtype_readers(network)
         self._portable = portable_on(draft.compute, draft.device)
-        self._fp8 = frozenset(castable_layers(network, patterns)) if patterns is not None else frozenset[str]()
+        wanted = None if sibling else draft.quantizes
+        self._in_flight = InFlight(network, wanted, draft.dtype, draft.compute) if wanted else None
+        rests = draft.rests_in_fp8 and not sibling and wanted is None
+        self._fp8 = frozenset(castable_layers(network, fp8_skips)) if rests else frozenset[str]()
         modules: Any = getattr(network, "_keep_in_fp32_modules", None)
         self._keep_in_fp32 = frozenset([modules] if isinstance(modules, str) else modules or ())
 
@@ -245,6 +254,9 @@ class _Targets:
                 self._draft.header.path, [f"{infos[0].name} in {infos[0].dtype}"],
                 "a weight must hold floating-point values", "Use the bf16, fp16 or fp32 version of the file",
             )  # fmt: skip
+        if self._in_flight and self._in_flight.takes(name, self._modules[plain.module]) and not self._is_read(plain):
+            form, nbytes = self._in_flight.planned(name, self._modules[plain.module])
+            return replace(plain, form=form, nbytes=nbytes, transient=3 * 4 * _numel(plain))
         return self._as_values(plain, made.dtype, infos[0].start if infos else 0)
 
     def _dtype(self, name: str, needed: torch.Tensor, stored: torch.dtype) -> torch.dtype:
@@ -260,8 +272,12 @@ class _Targets:
             is_rows_of_layers(target.recipe, self._layers)
             and target.name.endswith(".weight")
             and type(self._modules[target.module]) is torch.nn.Linear
-            and not is_under(target.module, self._readers)
+            and not self._is_read(target)
         )
+
+    def _is_read(self, target: TargetTensor) -> bool:
+        """Whether the network's code reads the dtype of this weight."""
+        return is_under(target.module, self._readers)
 
     def _as_codes(self, target: TargetTensor, recipe: Rows) -> TargetTensor:
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from transplant.checkpoint.reader import mmap_by_default
-from transplant.sdnq_bridge import Compute
+from transplant.sdnq_bridge import Compute, QuantizeOnLoad
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,25 @@ class PlainHost:
     def cancelled(self) -> bool:
         """See Host."""
         return False
+
+
+def compute_from(get: Callable[[str], Any]) -> Compute:
+    """How layers compute, from the options.
+
+    Args:
+        get: gives the value of an option by key.
+    """
+    mode = get("sdnq_quantize_weights_mode")
+    wanted = QuantizeOnLoad(
+        mode, get("sdnq_quantize_weights_group_size"), get("sdnq_use_svd"), get("sdnq_svd_rank")
+    )  # fmt: skip
+    return Compute(
+        quantized_matmul=get("sdnq_quantized_matmul_mode") if get("sdnq_use_quantized_matmul") else "",
+        compiled=get("sdnq_dequantize_compile"),
+        dequantize_fp32=get("sdnq_dequantize_fp32"),
+        fp8_storage=get("fp8_storage"),
+        quantize=None if mode == "none" else wanted,
+    )
 
 
 def default_settings(

@@ -170,12 +170,11 @@ class Worker:
 
     def load_settings(self) -> LoadSettings:
         """See Host. Raises TransplantError where this machine has no such device."""
-        from transplant.hosts.base import default_settings
-        from transplant.sdnq_bridge import Compute
+        from transplant.hosts.base import compute_from, default_settings
 
         use_mmap = {"on": True, "off": False}.get(self.settings.get("transplant_mmap"))
         try:
-            compute = Compute(fp8_storage=self.settings.get("fp8_storage"))
+            compute = compute_from(self.settings.get)
             return default_settings(self._device, self._dtype or self.settings.get("cuda_dtype"), use_mmap, compute)
         except (ValueError, RuntimeError) as error:
             raise TransplantError(f"{error}: start with another --device") from error
