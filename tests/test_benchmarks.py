@@ -86,7 +86,8 @@ def test_refusal_claims(report: str) -> None:
     """Few bytes, the reason, and the loaded model alive."""
     ours, theirs = tables(report)[1]
     assert number(ours["read from files"]) < 5
-    assert ours["what the user is told"].startswith("WrongArchitecture: wrong.safetensors: holds a transformer of the FLUX.1")
+    said = "WrongArchitecture: wrong.safetensors: holds a transformer of the FLUX.1"
+    assert ours["what the user is told"].startswith(said)
     assert ours["the loaded model"] == "still there, draws the same picture"
     assert theirs["what the user is told"]
 
