@@ -48,8 +48,6 @@ def load_pipeline(
         BaseModelError: a component cannot be loaded.
         LoadCancelled: `cancelled` said so.
     """
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
     names = [name for name in base.components if name not in given and _class_of(base, name) is not None]
     sizes = {name: weight_bytes(base.path / name) for name in names}
     models, done = dict(given), 0
@@ -60,10 +58,41 @@ def load_pipeline(
         models[name] = load_component(base, name, settings)
         done += sizes[name]
     try:
-        pipeline = DiffusionPipeline.from_pretrained(str(base.path), local_files_only=True, **models)
+        pipeline = _assembled(base, models)
     except _LIBRARY_ERRORS as error:
         raise BaseModelError(f"{base.path.name}: the pipeline cannot be loaded ({error})") from error
+    lost = [name for name in base.components if not _is_in_place(pipeline, name, models)]
+    if lost:
+        raise BaseModelError(f"{base.path.name}: its {base.pipeline} came without {', '.join(lost)}")
     return pipeline.to(settings.device)
+
+
+def _assembled(base: BaseModel, models: Mapping[str, Any]) -> Any:
+    """The pipeline around its models; tokenizers, schedulers and the like are read from the folder.
+
+    By the pipeline's own class: DiffusionPipeline.from_pretrained does not take what is given for a component that
+    is optional, such as both transformers of Wan, and reads it from the folder (diffusers 0.42).
+    """
+    import diffusers
+    from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    cls: Any = getattr(diffusers, base.pipeline, None)
+    if inspect.isclass(cls) and issubclass(cls, ModularPipeline):
+        pipeline = cls.from_pretrained(str(base.path), local_files_only=True)
+        others = [name for name in base.components if name not in models]
+        pipeline.load_components(others, pretrained_model_name_or_path=str(base.path), local_files_only=True)
+        pipeline.update_components(**models)
+        return pipeline
+    if inspect.isclass(cls) and issubclass(cls, DiffusionPipeline):
+        return cls.from_pretrained(str(base.path), local_files_only=True, use_safetensors=True, **models)
+    raise ValueError(f"diffusers {diffusers.__version__} has no {base.pipeline}: a newer diffusers may")
+
+
+def _is_in_place(pipeline: Any, name: str, models: Mapping[str, Any]) -> bool:
+    """Whether a component is there, and the one that was given where one was."""
+    component = getattr(pipeline, name, None)
+    return component is not None and component is models.get(name, component)
 
 
 def load_component(base: BaseModel, name: str, settings: LoadSettings) -> Any:

@@ -10,10 +10,13 @@ from typing import Any, cast
 
 from transplant.errors import BaseModelError
 
+INDEXES = ("model_index.json", "modular_model_index.json")
+"""The index of a pipeline and that of a modular pipeline; the first that a folder has counts."""
+
 
 @dataclass(frozen=True)
 class Component:
-    """One entry of a pipeline's model_index.json.
+    """One entry of a pipeline's index.
 
     Attributes:
         library: "diffusers", "transformers" or another.
@@ -29,7 +32,7 @@ class BaseModel:
     """A diffusers pipeline folder.
 
     Attributes:
-        path: the folder that holds model_index.json.
+        path: the folder that holds the index.
         pipeline: class name of the pipeline.
         components: its components by name.
     """
@@ -60,19 +63,29 @@ def read_base(path: Path | str) -> BaseModel:
         Its pipeline class and components.
 
     Raises:
-        BaseModelError: no such folder, no model_index.json, or one that is not a pipeline's.
+        BaseModelError: no such folder, no index, or one that is not a pipeline's.
     """
-    folder = _resolve(path)
-    index = read_json(folder / "model_index.json")
+    file = _resolve(path)
+    folder, index = file.parent, read_json(file)
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str):
-        raise BaseModelError(f"{folder.name}: its model_index.json names no pipeline class")
-    components: dict[str, Component] = {}
-    for name, value in index.items():
-        pair = cast("list[object]", value) if isinstance(value, list) else []
-        if len(pair) == 2 and all(isinstance(part, str) for part in pair):
-            components[name] = Component(str(pair[0]), str(pair[1]))
-    return BaseModel(folder, pipeline, components)
+        raise BaseModelError(f"{folder.name}: its {file.name} names no pipeline class")
+    found = {name: _component(value) for name, value in index.items()}
+    return BaseModel(folder, pipeline, {name: component for name, component in found.items() if component})
+
+
+def _component(value: object) -> Component | None:
+    """What an entry of an index says of a component; None where it is of something else, or of none.
+
+    `[library, class]`; in a modular pipeline's index `[library, class, {...}]`, with two nulls and the classes as
+    "type_hint" in the third where the pipeline was saved without the component.
+    """
+    entry = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(entry) == 3 and isinstance(entry[2], dict):
+        entry = entry[:2] if entry[0] else entry[2].get("type_hint")
+    if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
+        return Component(*entry)
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -89,11 +102,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _resolve(path: Path | str) -> Path:
+    """The index of a base model."""
     folder = Path(path).expanduser()
-    if (folder / "model_index.json").is_file():
-        return folder
+    for name in INDEXES:
+        if (folder / name).is_file():
+            return folder / name
     if folder.is_dir():
-        raise BaseModelError(f"{folder.name}: the folder holds no model_index.json, it is not a diffusers pipeline")
+        raise BaseModelError(f"{folder.name}: the folder holds no {INDEXES[0]}, it is not a diffusers pipeline")
     cached = _from_hub_cache(str(path))
     if cached is None:
         raise BaseModelError(
@@ -108,7 +123,7 @@ def _from_hub_cache(repo_id: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(repo_id, "model_index.json")
+        found = [try_to_load_from_cache(repo_id, name) for name in INDEXES]
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return next((Path(file) for file in found if isinstance(file, str)), None)
