@@ -420,7 +420,7 @@ def test_sizes_in_messages_are_grouped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("extra", [1, 8, 4096])
 def test_trailing_bytes(tmp_path: Path, extra: int) -> None:
     content = COMPLETE + bytes(extra)
-    error = refused(tmp_path, content, TrailingBytes, f"{extra:,} bytes after its last tensor")
+    error = refused(tmp_path, content, TrailingBytes, f"{extra:,} byte{'s' if extra > 1 else ''} after its last tensor")
     assert (error.found_bytes, error.expected_bytes) == (len(content), len(COMPLETE))
 
 
@@ -438,7 +438,7 @@ def test_a_length_over_the_cap(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "folder.safetensors").mkdir()
-    for name, reason in (("folder.safetensors", "directory"), ("absent.safetensors", "No such file"), ("a\0b", "null")):
+    for name, reason in (("folder.safetensors", "a folder"), ("absent.safetensors", "No such file"), ("a\0b", "null")):
         with pytest.raises(UnreadableFile, match=reason) as caught:
             read_header(tmp_path / name)
         assert type(caught.value) is UnreadableFile

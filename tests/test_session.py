@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_flux_bfl, tiny_z_image_config, to_comfyui
 from transplant import errors, pipeline
@@ -402,3 +403,46 @@ def test_infotext_is_what_others_read() -> None:
 def test_flux_file_is_small() -> None:
     """The wrong file of these tests is a real FLUX.1 layout, not an empty one."""
     assert any(name.startswith("double_blocks.") for name in tiny_flux_bfl())
+
+
+def with_bad_scale(models: Path, folder: Path) -> Override:
+    """A file that only its weights' scales betray: its plan is accepted."""
+    state = dict(load_file(models / make_demo.COMFYUI))
+    weight = state.pop("layers.0.feed_forward.w1.weight").float()
+    scale = torch.full((len(weight), 1), 0.01)
+    scale[3] = float("nan")
+    text = torch.frombuffer(bytearray(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
+    state["layers.0.feed_forward.w1.weight"] = weight.mul(50).clamp(-127, 127).to(torch.int8)
+    state |= {"layers.0.feed_forward.w1.weight_scale": scale, "layers.0.feed_forward.w1.comfy_quant": text}
+    return Override("nan", save(folder / "nan.safetensors", state))
+
+
+def test_file_that_is_refused_while_loading_costs_nothing(
+    session: Session, models: Path, a: Override, host: TestHost, tmp_path: Path
+) -> None:
+    """NaN scales show only when they are read: the old transformer stays, a base comes with its own."""
+    bad = with_bad_scale(models, tmp_path)
+    session.choose(a)
+    before = drawn(session)
+    outcome = session.choose(bad)
+    assert isinstance(outcome.refused, errors.UnsupportedQuantization)
+    assert session.primary.selected == a.name
+    assert session.primary.failed is not None and session.primary.failed.override == bad
+    assert drawn(session) == before
+    fresh = Session(host)
+    outcome = fresh.load_base(models / make_demo.BASE, bad)
+    assert isinstance(outcome.refused, errors.UnsupportedQuantization)
+    assert fresh.primary.selected == DEFAULT
+    assert drawn(fresh)
+
+
+@pytest.mark.usefixtures("short_of_memory")
+def test_file_that_is_refused_while_loading_brings_the_old_back(
+    session: Session, models: Path, a: Override, tmp_path: Path
+) -> None:
+    """The same where the old transformer had to go first."""
+    session.choose(a)
+    before = drawn(session)
+    assert session.choose(with_bad_scale(models, tmp_path)).refused is not None
+    assert session.primary.selected == a.name
+    assert drawn(session) == before

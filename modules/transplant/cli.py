@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         return FAILED
 
 
-_PROGRAM = "transplant"
+_PROGRAM = "extension.py"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,14 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="the WebUI (default); serve --help lists its options", add_help=False)
 
     inspect = commands.add_parser("inspect", help="what a file holds and whether it can be loaded; from its header")
-    inspect.add_argument("file", type=Path)
+    inspect.add_argument("file", type=_existing_file)
     inspect.add_argument("--base", help="the base model it is meant for: a diffusers folder or a cached repository id")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     _loading_options(inspect)
     inspect.set_defaults(run=_inspect)
 
     load = commands.add_parser("load", help="load a file over a base model; reports time and memory")
-    load.add_argument("file", type=Path)
+    load.add_argument("file", type=_existing_file)
     load.add_argument("--base", required=True)
     load.add_argument("--json", action="store_true", help="print JSON")
     _loading_options(load)
@@ -91,15 +91,15 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="make a picture")
     generate.add_argument("--base", required=True)
-    generate.add_argument("--unet", type=Path, help="the file that replaces the base model's transformer")
+    generate.add_argument("--unet", type=_existing_file, help="the file that replaces the base model's transformer")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--negative-prompt", default="")
-    generate.add_argument("--steps", type=_at_least(1), default=8)
-    generate.add_argument("--guidance", type=float, default=1.0)
-    generate.add_argument("--width", type=_at_least(16), default=256, help="pixels, default 256")
-    generate.add_argument("--height", type=_at_least(16), default=256, help="pixels, default 256")
-    generate.add_argument("--seed", type=_at_least(0), default=0)
-    generate.add_argument("-o", "--output", type=Path, default=Path("out.png"))
+    generate.add_argument("--steps", type=_whole(1, 1000), default=8)
+    generate.add_argument("--guidance", type=_guidance, default=1.0)
+    generate.add_argument("--width", type=_whole(16, 8192), default=256, help="pixels, default 256")
+    generate.add_argument("--height", type=_whole(16, 8192), default=256, help="pixels, default 256")
+    generate.add_argument("--seed", type=_whole(0, 2**63 - 1), default=0)
+    generate.add_argument("-o", "--output", type=_png, default=Path("out.png"), help="a .png file, default out.png")
     generate.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     _loading_options(generate)
     generate.set_defaults(run=_generate)
@@ -127,14 +127,34 @@ def _settings(arguments: argparse.Namespace) -> LoadSettings:
     return default_settings(arguments.device, arguments.dtype, False if arguments.no_mmap else None, compute)
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def _whole(least: int, most: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
         return value
 
     return number
+
+
+def _guidance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 100")
+    return value
+
+
+def _png(text: str) -> Path:
+    if Path(text).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text} does not end in .png")
+    return Path(text)
+
+
+def _existing_file(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

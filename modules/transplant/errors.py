@@ -11,6 +11,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 tensor`, `1,000 tensors`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def sample(names: Sequence[str], limit: int = 5) -> str:
     """Up to `limit` names as one phrase, with how many more there are."""
     shown = ", ".join(printable(name) for name in names[:limit])
@@ -110,7 +115,7 @@ class TrailingBytes(UnreadableFile):
     def __init__(self, file: Path | str, found_bytes: int, expected_bytes: int) -> None:
         super().__init__(
             file,
-            f"has {found_bytes - expected_bytes:,} bytes after its last tensor "
+            f"has {counted(found_bytes - expected_bytes, 'byte')} after its last tensor "
             f"({found_bytes:,} bytes, the header promises {expected_bytes:,})",
             "It was damaged or appended to: download it again",
         )
@@ -272,7 +277,7 @@ class MissingTensors(OverrideArchMismatch):
     def __init__(self, file: Path | str, names: Sequence[str], architecture: str) -> None:
         super().__init__(
             file,
-            f"lacks {len(names)} tensors of {architecture} ({sample(names)})",
+            f"lacks {counted(len(names), 'tensor')} of {architecture} ({sample(names)})",
             "It is incomplete or a variant that is not supported: use a complete file",
         )
         self.names = tuple(names)
@@ -288,7 +293,7 @@ class UnexpectedTensors(OverrideArchMismatch):
     def __init__(self, file: Path | str, names: Sequence[str], architecture: str) -> None:
         super().__init__(
             file,
-            f"holds {len(names)} tensors that have no place in {architecture} ({sample(names)})",
+            f"holds {counted(len(names), 'tensor')} without a place in {architecture} ({sample(names)})",
             "Leaving them out would change the result: use a file made for this model",
         )
         self.names = tuple(names)

@@ -112,17 +112,18 @@ class Session:
             BaseModelError: the base model cannot be used; what was loaded before still is.
             LoadCancelled: the user cancelled; what was loaded before is loaded again.
         """
-        base = read_base(path)
+        base, settings = read_base(path), self._host.load_settings()
         choices = self._choices(base, {PRIMARY.name: override, SECONDARY.name: secondary})
         with ExitStack() as undo:
             if self.base is not None and self.pipeline is not None and weight_bytes(base.path) > self._available():
                 undo.callback(self._load_again, self.base, dict(self.slots))
                 self.unload()
-            pipeline, loaded = self._load_pipeline(base, choices, self._host.cancelled)
+            pipeline, loaded, choices = self._load_pipeline(base, choices, self._host.cancelled)
             undo.pop_all()
         self.unload()
         self.base, self.pipeline = base, pipeline
         self._settle(choices, loaded)
+        log.info("%s: %s, %s on %s", base.path.name, base.pipeline, settings.dtype, settings.device)
         refused = next((choice.failure.error for choice in choices if choice.failure), None)
         return Outcome(changed=True, refused=refused)
 
@@ -149,7 +150,12 @@ class Session:
         if choice.failure is not None:
             self.slots[kind.name] = slot.with_refused(choice.failure)
             return Outcome(changed=False, refused=choice.failure.error)
-        self._swap(self.base, choice)
+        try:
+            self._swap(self.base, choice)
+        except OverrideArchMismatch as error:  # what only the weights themselves could tell, for example NaN scales
+            failure = _failed(choice, error)
+            self.slots[kind.name] = self.slots[kind.name].with_refused(failure)
+            return Outcome(changed=False, refused=failure.error)
         return Outcome(changed=True)
 
     def unload(self) -> None:
@@ -217,7 +223,7 @@ class Session:
         log.info("loading %s again", base.path.name)
         held = {name: slot.loaded.override if slot.loaded else None for name, slot in slots.items()}
         choices = self._choices(base, held)
-        self.pipeline, loaded = self._load_pipeline(base, choices, _never)
+        self.pipeline, loaded, choices = self._load_pipeline(base, choices, _never)
         self.base = base
         self._settle(choices, loaded)
 
@@ -229,20 +235,25 @@ class Session:
 
     def _load_pipeline(
         self, base: BaseModel, choices: Sequence[_Choice], cancelled: Callable[[], bool]
-    ) -> tuple[DiffusionPipeline, dict[str, Loaded]]:
+    ) -> tuple[DiffusionPipeline, dict[str, Loaded], list[_Choice]]:
+        """The pipeline, what each slot then holds, and the choices with what was refused while loading."""
         given: dict[str, Any] = {}
         loaded: dict[str, Loaded] = {}
+        taken: list[_Choice] = []
         for choice in choices:
             loaded[choice.kind.name] = Loaded(None)
             if choice.plan is not None:
-                models, loaded[choice.kind.name] = self._load(base, choice, cancelled)
-                given |= models
-        settings = self._host.load_settings()
-        pipeline = load_pipeline(base, settings, given, self._host.report, cancelled)
-        for choice in choices:
-            if choice.plan is None and choice.component not in given:
+                try:
+                    models, loaded[choice.kind.name] = self._load(base, choice, cancelled)
+                    given |= models
+                except OverrideArchMismatch as error:
+                    choice = _Choice(choice.kind, choice.component, failure=_failed(choice, error))
+            taken.append(choice)
+        pipeline = load_pipeline(base, self._host.load_settings(), given, self._host.report, cancelled)
+        for choice in taken:
+            if choice.component not in given:
                 self._rest_in_fp8(base, choice.component, getattr(pipeline, choice.component))
-        return pipeline, loaded
+        return pipeline, loaded, taken
 
     def _load(self, base: BaseModel, choice: _Choice, cancelled: Callable[[], bool]) -> tuple[dict[str, Any], Loaded]:
         """The transformer that a choice describes, with its siblings, by component; and what the slot then holds."""
@@ -278,6 +289,13 @@ class Session:
 
     def _available(self) -> int:
         return available_bytes(self._host.load_settings().device)
+
+
+def _failed(choice: _Choice, error: OverrideArchMismatch) -> Failure:
+    """A refusal that came while loading."""
+    log.warning("%s", error)
+    override = choice.override or Override(error.file.stem, error.file)
+    return Failure(override, choice.plan.header.stamp if choice.plan else None, error)
 
 
 def _component(base: BaseModel, kind: SlotKind) -> str:

@@ -107,6 +107,9 @@ def read_header(path: Path | str) -> Header:
         UnreadableFile: one subclass per fault; the message names the file, the tensor and the way out.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "not a regular file"
+        raise UnreadableFile(path, f"cannot be read (it is {what})", "Choose a file")
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

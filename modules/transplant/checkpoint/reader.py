@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -147,4 +148,6 @@ def _extent(info: TensorInfo, start: int, stop: int | None) -> tuple[torch.dtype
 
 def _unreadable(header: Header, error: Exception) -> UnreadableFile:
     reason = getattr(error, "strerror", None) or str(error)
-    return UnreadableFile(header.path, f"cannot be read ({reason})", "Check the disk, or turn memory mapping off")
+    short = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    remedy = "Free some memory, or turn memory mapping off" if short else "Check the disk, or turn memory mapping off"
+    return UnreadableFile(header.path, f"cannot be read ({reason})", remedy)

@@ -97,8 +97,11 @@ def default_settings(
     Raises:
         ValueError: no such device here, or an unknown dtype.
     """
-    where = torch.device(_best_device() if device == "auto" else device)
-    if where.type not in ("cpu", "meta") and not _is_present(where):
+    try:
+        where = torch.device(_best_device() if device == "auto" else device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is not a device: auto, cpu, cuda, cuda:1, mps or xpu") from error
+    if where.type != "cpu" and not _is_present(where):
         raise ValueError(f"there is no device {device!r} on this machine")
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if dtype != "auto" and dtype not in names:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from huggingface_hub import constants
 
-from transplant.base_model import BaseModel, read_base
+from transplant.base_model import INDEXES, BaseModel, read_base
 from transplant.errors import BaseModelError, TransplantError, printable, sample
 from transplant.slots import DEFAULT
 
@@ -35,6 +35,11 @@ WITHOUT_WEIGHTS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "Proc
 """Ends of the class names of components that have no weights."""
 
 MAKE_DEMO = Path(__file__).resolve().parents[4] / "demo" / "make_demo.py"
+
+
+def _has_index(folder: Path) -> bool:
+    """Whether a folder is a pipeline, modular or not."""
+    return any((folder / name).is_file() for name in INDEXES)
 
 
 def list_bases(models_dir: Path, include_hub_cache: bool) -> dict[str, Path]:
@@ -55,7 +60,7 @@ def list_bases(models_dir: Path, include_hub_cache: bool) -> dict[str, Path]:
     for folder, _ in _walk(root):
         if folder.name.startswith("models--"):
             repositories.append(folder)
-        elif folder != root and (folder / "model_index.json").is_file():
+        elif folder != root and _has_index(folder):
             plain.append(folder)
     if include_hub_cache:
         repositories += sorted(Path(constants.HF_HUB_CACHE).glob("models--*"))
@@ -169,7 +174,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[Path]]]:
         if real in seen or not folder.is_dir():
             continue
         seen.add(real)
-        if folder != root and (folder.name.startswith("models--") or (folder / "model_index.json").is_file()):
+        if folder != root and (folder.name.startswith("models--") or _has_index(folder)):
             yield folder, []
             continue
         entries = _entries(folder)
@@ -232,7 +237,7 @@ def _snapshot(repository: Path) -> Path | None:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         revision = ""
-    snapshots = [path for path in (repository / "snapshots").glob("*") if (path / "model_index.json").is_file()]
+    snapshots = [path for path in (repository / "snapshots").glob("*") if _has_index(path)]
     snapshots.sort(key=lambda path: (path.name == revision, path.stat().st_mtime_ns), reverse=True)
     for snapshot in snapshots:
         problem = _incomplete(snapshot)

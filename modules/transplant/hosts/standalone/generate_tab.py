@@ -58,7 +58,7 @@ def _form() -> tuple[list[Any], gr.Button]:
         width = gr.Slider(64, 2048, 256, step=16, label="Width", elem_id="txt2img_width")
         height = gr.Slider(64, 2048, 256, step=16, label="Height", elem_id="txt2img_height")
     with gr.Row():
-        seed = gr.Number(-1, label="Seed", info="-1 draws one", precision=0, minimum=-1, elem_id="txt2img_seed")
+        seed = gr.Number(-1, label="Seed", info="-1 draws one", elem_id="txt2img_seed")
         batch = gr.Slider(1, 16, 1, step=1, label="Pictures", elem_id="txt2img_batch_count")
     return [prompt, negative, steps, guidance, width, height, seed, batch], button
 

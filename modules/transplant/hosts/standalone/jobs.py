@@ -196,7 +196,14 @@ class JobQueue:
     def notice(self, owner: str) -> Notice | None:
         """What someone is to be told now: what came of their newest job, or everyone's."""
         job = self.latest(owner)
-        return job.notice if job else None
+        if job is None or (job.owner == EVERYONE and self._is_outdated(job)):
+            return None
+        return job.notice
+
+    def _is_outdated(self, job: Job) -> bool:
+        """Whether a later job of anyone came to a good end: what everyone was told then is over."""
+        with self._changed:
+            return any(later.number > job.number and later.status == "finished" for later in self._recent)
 
     def pending(self, key: str) -> str | None:
         """The value that an option will have once the queue is empty, where a job there sets it."""
