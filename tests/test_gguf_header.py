@@ -131,7 +131,7 @@ def shape_entry(*sizes: int, kind: int = 5) -> bytes:
         (raw()[:20], errors.TruncatedFile, "20 of at least 24 bytes"),
         (raw()[:30], errors.TruncatedFile, "inside the header"),
         (raw(data=64), errors.TrailingBytes, "32 bytes after"),
-        (raw([tensor(b"a", (9,))], data=65), errors.TrailingBytes, "1 bytes after"),
+        (raw([tensor(b"a", (9,))], data=65), errors.TrailingBytes, "1 byte after"),
         (raw(entries=[entry(b"k", 13, b"")]), errors.BadHeader, "k has the unknown type 13"),
         (raw(entries=[entry(b"k", ARRAY, struct.pack("<IQ", 13, 1))]), errors.BadHeader, "unknown type 13"),
         (raw(entries=[entry(b"k", ARRAY, struct.pack("<IQ", U64, 2**60))]), errors.BadHeader, "items"),

@@ -163,6 +163,8 @@ def test_notices_are_for_who_asked_or_for_everyone(queue: JobQueue) -> None:
     queue.tell(EVERYONE, Notice("warning", "start"))
     queue.tell("a", Notice("error", "for a"))
     assert [queue.notice(owner) for owner in "ab"] == [Notice("error", "for a"), Notice("warning", "start")]
+    assert queue.submit("a", "Loading x", lambda _: None).wait(5)
+    assert queue.notice("b") is None  # what was wrong at the start is over
 
 
 # Pictures

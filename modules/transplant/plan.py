@@ -103,9 +103,8 @@ def spec_for(base: BaseModel, component: str | None = None) -> TransformerSpec:
     """
     name = component or next((c for c in ("transformer", "unet") if c in base.components), "transformer")
     cls = base.component(name).cls
-    of_class = [spec for spec in SPECS if cls in (spec.cls, *spec.other_classes)]
-    served = [spec for spec in of_class if spec.serves(cls, base.pipeline)]  # a pipeline that is not known: by class
-    return next(iter(served or of_class), None) or make_default_spec(cls, name)
+    spec = next((spec for spec in SPECS if spec.serves(cls, base.pipeline)), None)
+    return spec or make_default_spec(cls, name)
 
 
 def dominant_dtype(header: Header, keys: NamedKeys) -> torch.dtype:

@@ -203,7 +203,8 @@ class JobQueue:
     def _is_outdated(self, job: Job) -> bool:
         """Whether a later job of anyone came to a good end: what everyone was told then is over."""
         with self._changed:
-            return any(later.number > job.number and later.status == "finished" for later in self._recent)
+            later = [other for other in self._recent if other.number > job.number]
+            return any(other.title and other.status == "finished" for other in later)
 
     def pending(self, key: str) -> str | None:
         """The value that an option will have once the queue is empty, where a job there sets it."""
