@@ -33,6 +33,7 @@ usage: python3 extension.py [serve|inspect|load|generate|test] ...
 
 `python3 extension.py COMMAND --help` lists the options of a command.
 The first run makes .venv and installs the packages of requirements.txt there; it needs a network."""
+WHOLE_SUITE = ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
 ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
 
 log = logging.getLogger("transplant")
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault(name, value)
     if command == "test":
         os.chdir(ROOT)
-        return setup.run_python(python, ["-m", "pytest", *arguments])
+        return setup.run_python(python, ["-m", "pytest", *(arguments or WHOLE_SUITE)])
     if not setup.is_running_in(ROOT):
         return setup.run_python(python, [str(ROOT / "extension.py"), command, *arguments])
     _add_package_path()

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+# Where the files of tests run side by side, each process, and the servers that it starts, compute on its share of the
+# cores. Set before torch is imported.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
 # A shell starts background jobs with SIGINT ignored, and programs started from there would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
