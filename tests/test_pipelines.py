@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,28 @@ def test_anima_with_its_conditioner_at_another_depth(studio: Studio) -> None:
     assert torch.equal(studio.drawn(), drawn)
     assert session.choose(None).changed
     assert torch.equal(studio.drawn(), default)
+
+
+def test_anima_of_40_blocks_over_28(tmp_path: Path) -> None:
+    """Anima 2.9B over the base of Anima 1.0, at a small width, through diffusers' modular pipeline."""
+    tiny = replace(PIPELINES["Anima"], make=lambda: PIPELINES["Anima"].make(num_layers=28))
+    studio = Studio(tiny, tmp_path)
+    base: Any = studio.session.transformer
+    assert base.config.num_layers == 28
+    deeper = filled(studio.network("transformer", num_layers=40), 7).eval()
+    stored = from_recipes(made_of("anima_2_9b_bf16"), deeper.state_dict())
+    default = studio.drawn()
+    assert studio.session.choose(studio.file("deeper", stored)).changed
+    drawn, held = studio.drawn(), studio.session.pipeline
+    assert studio.session.transformer.config.num_layers == 40  # type: ignore[union-attr]
+    held.update_components(transformer=deeper)  # type: ignore[union-attr]
+    assert torch.equal(studio.drawn(), drawn)
+    assert differ(drawn, default)
+    gap = {name: tensor for name, tensor in stored.items() if "blocks.17." not in name}
+    refused = studio.session.choose(studio.file("gap", gap)).refused
+    assert isinstance(refused, errors.MissingTensors)
+    assert all(name.startswith("transformer_blocks.17.") for name in refused.names)
+    assert torch.equal(studio.drawn(), drawn)
 
 
 def test_index_of_a_modular_pipeline(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class TinyPipeline:
     """
 
     architecture: str
-    make: Callable[[], Any]
+    make: Callable[..., Any]
     call: Mapping[str, Any]
     prefix: str = ""
     slots: tuple[str, ...] = ("transformer",)
@@ -317,15 +317,16 @@ def hunyuan_video() -> Any:
     )  # fmt: skip
 
 
-def anima() -> Any:
+def anima(**config: Any) -> Any:
     pipe = diffusers.AnimaAutoBlocks().init_pipeline()
     conditioner = network(
         "AnimaTextConditioner", source_dim=16, target_dim=16, model_dim=16, num_layers=2, num_attention_heads=2,
         target_vocab_size=VOCAB, min_sequence_length=32,
     )  # fmt: skip
+    transformer = network("CosmosTransformer3DModel", concat_padding_mask=False, **config)
     pipe.update_components(
         text_encoder=decoder("Qwen3Model", 16), tokenizer=tokenizer(), t5_tokenizer=tokenizer(), vae=vae_qwen(4),
-        text_conditioner=conditioner, transformer=network("CosmosTransformer3DModel", concat_padding_mask=False),
+        text_conditioner=conditioner, transformer=transformer,
         scheduler=flow(shift=3.0),
     )  # fmt: skip
     return pipe

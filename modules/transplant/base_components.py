@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transplant.base_model import BaseModel
 from transplant.errors import BaseModelError, LoadCancelled
 from transplant.hosts.base import LoadSettings
+from transplant.skeleton import OWN_MODULES
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -119,7 +120,7 @@ def _class_of(base: BaseModel, name: str) -> Any:
     import torch
 
     component = base.components[name]
-    if component.library not in ("diffusers", "transformers"):
+    if component.library not in ("diffusers", "transformers", *OWN_MODULES):
         return None
     cls = getattr(importlib.import_module(component.library), component.cls, None)
     return cls if inspect.isclass(cls) and issubclass(cls, torch.nn.Module) else None

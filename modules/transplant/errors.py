@@ -267,6 +267,27 @@ class ShapeMismatch(OverrideArchMismatch):
         self.count = count
 
 
+class InputMismatch(ShapeMismatch):
+    """A network that takes text or latents of another width than the base model's other components give.
+
+    Attributes:
+        what: "text" or "latents".
+    """
+
+    def __init__(
+        self, file: Path | str, tensor: str, stored: str, expected: tuple[int, ...], found: tuple[int, ...],
+        count: int, what: str, giver: str,
+    ) -> None:  # fmt: skip
+        super().__init__(file, tensor, stored, expected, found, count)
+        self.problem = (
+            f"takes {what} {found[1]} wide, the base model's {giver} gives {expected[1]}: {printable(stored)} has "
+            f"shape {list(found)}, {tensor} of the base model's has {list(expected)}"
+        )
+        self.what = what
+        self.remedy = "Choose a base model of this file's size and variant, or a file made for this base model"
+        self.args = (f"{printable(self.file.name)}: {self.problem}. {self.remedy}",)
+
+
 class MissingTensors(OverrideArchMismatch):
     """The file lacks tensors that the model needs.
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from diffusers.models.modeling_utils import ModelMixin
 
+    from transplant.branch import Branch
     from transplant.sdnq_bridge import Compute
 
 Shape = tuple[int, ...]
@@ -107,6 +108,7 @@ class LoadPlan:
         use_mmap: whether the file is mapped.
         compute: how quantized layers compute.
         warnings: what the user should know, one sentence each.
+        branch: what a part does that diffusers' class has not; None where no file of the architecture has one.
     """
 
     header: Header
@@ -127,6 +129,7 @@ class LoadPlan:
     use_mmap: bool
     compute: Compute
     warnings: tuple[str, ...]
+    branch: Branch | None = None
 
     @property
     def parts(self) -> tuple[ComponentPlan, ...]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from transplant.architectures.detect import Detection, identify, refuse_other_ki
 from transplant.architectures.gguf_names import contradiction
 from transplant.architectures.spec import DIFFUSERS_LAYOUT, Converter, Keys, Layout, TransformerSpec
 from transplant.base_model import BaseModel, read_base
+from transplant.branch import class_for, find_branch, without_branch
 from transplant.checkpoint.gguf import BLOCK_TYPES
 from transplant.checkpoint.header import GGUF, Header, read_header
 from transplant.checkpoint.naming import NamedKeys, normalise, split_siblings
@@ -75,14 +77,16 @@ def plan(
         header, keys, quantization.layers, quantization.sidecars, dtype or dominant_dtype(header, keys),
         torch.device(device), mmap_by_default() if use_mmap is None else use_mmap, compute or Compute(),
     )  # fmt: skip
-    shapes = {name: header.tensors[stored].shape for name, stored in keys.stored.items()}
     component = component or spec.component
     base_config = base.config(component if component != spec.component else spec.subfolder)
-    changes = {**(spec.infer_config(base_config, shapes) if spec.infer_config else {}), **(config_kwargs or {})}
+    changes = {**_inferred(draft, spec, base_config), **(config_kwargs or {})}
     tensors = [name for name in keys.stored if name not in quantization.sidecars]
     own, siblings = split_siblings(tensors, [sibling.inline_prefix for sibling in spec.siblings])
-    junk = {name for name in own if spec.drops(name)}
-    network = shapes_only(resolve_class(base.component(component).cls), {**base_config, **changes})
+    branch = find_branch(draft, spec, own)
+    draft = replace(draft, layers=without_branch(draft, branch))
+    junk = {name for name in own if spec.drops(name) or (branch and name in branch.left_out)}
+    cls = class_for(spec, branch, base.component(component).cls)
+    network = shapes_only(resolve_class(cls), {**base_config, **changes})
     transformer, layout = _plan_transformer(
         draft, spec, detection, component, network, [name for name in own if name not in junk]
     )
@@ -91,7 +95,7 @@ def plan(
         tuple(keys.stored[name] for name in own if name in junk), draft.layers_by_weight, quantization.source,
         transformer, _plan_siblings(draft, spec, base, siblings), changes,
         draft.dtype, draft.device, draft.use_mmap, draft.compute,
-        (*_warnings(transformer), *_ignored(draft), *_gguf_warnings(draft, detection)),
+        (*_warnings(transformer), *_ignored(draft), *_gguf_warnings(draft, detection)), branch,
     )  # fmt: skip
 
 
@@ -133,6 +137,12 @@ def _check_architecture(header: Header, keys: NamedKeys, detection: Detection, s
     expected = sample(spec.layouts[-1].keys.all_of, 3)
     why = f"{hint}its keys are like {sample(list(keys.stored.values()), 3)}, expected are like {expected}"
     raise WrongArchitecture(header.path, spec.name, None, why)
+
+
+def _inferred(draft: Draft, spec: TransformerSpec, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the file's shapes say of the config."""
+    shapes = {name: draft.header.tensors[stored].shape for name, stored in draft.keys.stored.items()}
+    return spec.infer_config(config, shapes) if spec.infer_config else {}
 
 
 def _plan_transformer(

@@ -16,12 +16,20 @@ if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
 
 
+_OWN_CLASSES = {"Krea2ResidualTransformer2DModel": "transplant.krea2_residual"}
+"""Classes that add to diffusers' what some files need, and their modules."""
+
+OWN_MODULES = frozenset(_OWN_CLASSES.values())
+"""What a pipeline's index calls the library of a component of such a class."""
+
+
 def resolve_class(name: str) -> type[ModelMixin]:
-    """The diffusers model class called `name`. Raises BaseModelError where there is none."""
+    """The model class called `name`, diffusers' or one of ours. Raises BaseModelError where there is none."""
     import diffusers
     from diffusers.models.modeling_utils import ModelMixin
 
-    cls = getattr(diffusers, name, None)
+    own = _OWN_CLASSES.get(name)
+    cls = getattr(importlib.import_module(own) if own else diffusers, name, None)
     if not (inspect.isclass(cls) and issubclass(cls, ModelMixin)):
         raise BaseModelError(f"diffusers {diffusers.__version__} has no model class {name}: a newer diffusers may")
     return cls

@@ -15,6 +15,7 @@ from transplant.checkpoint.naming import NamedKeys
 from transplant.checkpoint.reader import TORCH_DTYPES
 from transplant.dtype_readers import dtype_readers, is_under
 from transplant.errors import (
+    InputMismatch,
     MissingTensors,
     ShapeMismatch,
     UnexpectedTensors,
@@ -144,7 +145,7 @@ def plan_component(
     needed: dict[str, torch.Tensor] = network.state_dict()
     _check_overlap(draft, spec, made, needed)
     made = _with_ones_restored(draft, made, needed)
-    _check_shapes(draft, made, needed)
+    _check_shapes(draft, spec, made, needed)
     buffers = {name for name, _ in network.named_buffers()}
     absent = [name for name in needed if name not in made]
     zeros = [name for name in absent if name in spec.zero_init_missing]
@@ -176,15 +177,29 @@ def _check_overlap(
         raise WrongArchitecture(draft.header.path, spec.name, None, why)
 
 
-def _check_shapes(draft: Draft, made: Mapping[str, Made], needed: Mapping[str, torch.Tensor]) -> None:
-    wrong = [
-        name for name, item in made.items() if name in needed and not _has_shape(draft, item, tuple(needed[name].shape))
-    ]
-    if wrong:
-        name = wrong[0]
-        sources = dict.fromkeys(draft.keys.stored[part.source] for part in ranges_of(made[name].recipe))
-        expected = tuple(needed[name].shape)
-        raise ShapeMismatch(draft.header.path, name, " + ".join(sources), expected, made[name].shape, len(wrong))
+def _check_shapes(
+    draft: Draft, spec: TransformerSpec, made: Mapping[str, Made], needed: Mapping[str, torch.Tensor]
+) -> None:
+    wrong = {
+        name: (tuple(needed[name].shape), item.shape)
+        for name, item in made.items()
+        if name in needed and not _has_shape(draft, item, tuple(needed[name].shape))
+    }
+    if not wrong:
+        return
+
+    def stored(name: str) -> str:
+        return " + ".join(dict.fromkeys(draft.keys.stored[part.source] for part in ranges_of(made[name].recipe)))
+
+    for taken in spec.inputs:
+        expected, found = wrong.get(taken.weight, ((), ()))
+        if len(expected) == len(found) > 1 and expected[1] != found[1]:
+            raise InputMismatch(
+                draft.header.path, taken.weight, stored(taken.weight), expected, found, len(wrong),
+                taken.what, taken.giver,
+            )  # fmt: skip
+    name, (expected, found) = next(iter(wrong.items()))
+    raise ShapeMismatch(draft.header.path, name, stored(name), expected, found, len(wrong))
 
 
 def _with_ones_restored(

@@ -1,7 +1,7 @@
 """AuraFlow (fal) and its finetunes, among them Pony 7."""
 
 from transplant.architectures.renaming import Renaming
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 AURAFLOW = TransformerSpec(
     name="AuraFlow",
@@ -15,4 +15,5 @@ AURAFLOW = TransformerSpec(
             Renaming((), "diffusers.loaders.single_file_utils:convert_auraflow_transformer_checkpoint_to_diffusers"),
         ),
     ),
+    inputs=(takes_latents("pos_embed.proj.weight"), takes_text("context_embedder.weight")),
 )

@@ -2,7 +2,7 @@
 
 from transplant.architectures.flux1 import depth
 from transplant.architectures.renaming import NORM_SCALES, Renaming
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 CHROMA = TransformerSpec(
     name="Chroma",
@@ -23,4 +23,5 @@ CHROMA = TransformerSpec(
         ),
     ),
     infer_config=depth,
+    inputs=(takes_latents("x_embedder.weight"), takes_text("context_embedder.weight")),
 )

@@ -2,7 +2,15 @@
 
 from transplant.architectures.renaming import NORM_SCALES, Renaming
 from transplant.architectures.sizes import Shapes, block_count, changed, holds
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Config, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    Config,
+    Keys,
+    Layout,
+    TransformerSpec,
+    takes_latents,
+    takes_text,
+)
 
 
 def depth(config: Config, shapes: Shapes) -> Config:
@@ -44,4 +52,5 @@ FLUX_1 = TransformerSpec(
         ),
     ),
     infer_config=_infer_config,
+    inputs=(takes_latents("x_embedder.weight"), takes_text("context_embedder.weight")),
 )

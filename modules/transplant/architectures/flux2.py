@@ -2,7 +2,15 @@
 
 from transplant.architectures.flux1 import depth
 from transplant.architectures.sizes import Shapes, changed, heads, holds, rows
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Config, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    Config,
+    Keys,
+    Layout,
+    TransformerSpec,
+    takes_latents,
+    takes_text,
+)
 
 
 def _infer_config(config: Config, shapes: Shapes) -> Config:
@@ -25,4 +33,5 @@ FLUX_2 = TransformerSpec(
         ),
     ),
     infer_config=_infer_config,
+    inputs=(takes_latents("x_embedder.weight"), takes_text("context_embedder.weight")),
 )

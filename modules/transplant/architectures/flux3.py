@@ -1,6 +1,6 @@
 """FLUX.3 (Black Forest Labs): a stack of blocks per kind of token, then joint single blocks."""
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 FLUX_3 = TransformerSpec(
     name="FLUX.3",
@@ -15,4 +15,5 @@ FLUX_3 = TransformerSpec(
         ),
     ),
     junk=("repa_projectors.*",),  # heads that only training uses
+    inputs=(takes_latents("x_embedders.image.weight"), takes_text("context_embedder.weight")),
 )

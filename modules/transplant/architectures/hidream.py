@@ -1,6 +1,6 @@
 """HiDream-I1: full, dev and fast. Every known file has diffusers' own names."""
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 HIDREAM = TransformerSpec(
     name="HiDream",
@@ -21,4 +21,5 @@ HIDREAM = TransformerSpec(
     fp8_skip_patterns=(
         "t_embedder", "p_embedder", "x_embedder", "caption_projection", "final_layer", "norm", r"\.gate$",
     ),
+    inputs=(takes_latents("x_embedder.proj.weight"), takes_text("caption_projection.0.linear.weight")),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """HunyuanVideo (Tencent), text to video and image to video."""
 
 from transplant.architectures.renaming import Renaming
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 _CONVERTER = "diffusers.loaders.single_file_utils:convert_hunyuan_video_transformer_to_diffusers"
 
@@ -45,4 +45,5 @@ HUNYUAN_VIDEO = TransformerSpec(
             _TO_TENCENT,
         ),
     ),
+    inputs=(takes_latents("x_embedder.proj.weight"), takes_text("context_embedder.proj_in.weight")),
 )

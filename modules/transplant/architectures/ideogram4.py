@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 
 def convert_ideogram4_transformer_to_diffusers(checkpoint: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -30,4 +30,5 @@ IDEOGRAM_4 = TransformerSpec(
             convert_ideogram4_transformer_to_diffusers,
         ),
     ),
+    inputs=(takes_latents("input_proj.weight"), takes_text("llm_cond_proj.weight")),
 )

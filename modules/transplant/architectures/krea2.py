@@ -1,7 +1,21 @@
-"""Krea 2: raw and turbo, which nothing in a file tells apart."""
+"""Krea 2: raw and turbo, which nothing in a file tells apart.
+
+Early files hold a residual branch in the last layer, `x + up(down(x))` beside the modulated norm, that diffusers'
+class has not. It begins at zero (`up` all zeros), where it does nothing.
+"""
 
 from transplant.architectures.renaming import Renaming
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    BranchSpec,
+    Keys,
+    Layout,
+    TransformerSpec,
+    takes_latents,
+    takes_text,
+)
+
+_UP, _DOWN = ("last.up.weight", "final_layer.up.weight"), ("last.down.weight", "final_layer.down.weight")
 
 KREA_2 = TransformerSpec(
     name="Krea 2",
@@ -12,12 +26,15 @@ KREA_2 = TransformerSpec(
         Layout(
             "original",
             Keys(all_of=("txtfusion.projector.weight", "tproj.1.weight")),
-            # The residual branch last.up / last.down of early files is in no diffusers class: it stays under its
-            # own name, without a place, so that a file is never loaded without it.
             Renaming(
-                ((r"(prenorm|postnorm|qnorm|knorm|^txtmlp\.0|^last\.norm)\.weight$", r"\1.scale"),),
+                (
+                    (r"(prenorm|postnorm|qnorm|knorm|^txtmlp\.0|^last\.norm)\.weight$", r"\1.scale"),
+                    (r"^last\.(up|down)\.", r"final_layer.\1."),
+                ),
                 "diffusers.loaders.single_file_utils:convert_krea2_transformer_checkpoint_to_diffusers",
             ),
         ),
     ),
+    branch=BranchSpec("residual branch", (*_UP, *_DOWN), _UP, "Krea2ResidualTransformer2DModel"),
+    inputs=(takes_latents("img_in.weight"), takes_text("txt_in.linear_1.weight")),
 )

@@ -1,7 +1,26 @@
 """LTX-Video and LTX-2 (Lightricks). LTX-2 makes sound beside the picture."""
 
 from transplant.architectures.renaming import Renaming
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.sizes import Shapes, block_count, changed, rows
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    Config,
+    Keys,
+    Layout,
+    TransformerSpec,
+    takes_latents,
+    takes_text,
+)
+
+_INPUTS = (takes_latents("proj_in.weight"), takes_text("caption_projection.linear_1.weight"))
+
+
+def _infer_config(config: Config, shapes: Shapes) -> Config:
+    """2B and 13B have as many heads, of another width."""
+    width, count = rows(shapes, "patchify_proj.bias", "proj_in.bias"), config.get("num_attention_heads", 32)
+    sized = {"attention_head_dim": width // count, "cross_attention_dim": width} if width else {}
+    return changed(config, num_layers=block_count(shapes, "transformer_blocks."), **sized)
+
 
 LTX_VIDEO = TransformerSpec(
     name="LTX-Video",
@@ -23,6 +42,8 @@ LTX_VIDEO = TransformerSpec(
             "diffusers.loaders.single_file_utils:convert_ltx_transformer_checkpoint_to_diffusers",
         ),
     ),
+    infer_config=_infer_config,
+    inputs=_INPUTS,
 )
 
 LTX_2 = TransformerSpec(
@@ -44,4 +65,5 @@ LTX_2 = TransformerSpec(
     ),
     # The text connectors are a component of their own, which comes from the base model.
     junk=("video_embeddings_connector.*", "audio_embeddings_connector.*"),
+    inputs=_INPUTS,
 )

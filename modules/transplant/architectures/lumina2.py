@@ -1,6 +1,6 @@
 """Lumina-Image 2.0 (Alpha-VLLM)."""
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 LUMINA_2 = TransformerSpec(
     name="Lumina 2",
@@ -24,4 +24,5 @@ LUMINA_2 = TransformerSpec(
         ),
     ),
     junk=("norm_final.weight",),  # made in training, used nowhere
+    inputs=(takes_latents("x_embedder.weight"), takes_text("time_caption_embed.caption_embedder.1.weight")),
 )

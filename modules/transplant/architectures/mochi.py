@@ -1,6 +1,6 @@
 """Mochi 1 (Genmo)."""
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 MOCHI = TransformerSpec(
     name="Mochi",
@@ -14,4 +14,5 @@ MOCHI = TransformerSpec(
             "diffusers.loaders.single_file_utils:convert_mochi_transformer_checkpoint_to_diffusers",
         ),
     ),
+    inputs=(takes_latents("patch_embed.proj.weight"), takes_text("time_embed.caption_proj.weight")),
 )

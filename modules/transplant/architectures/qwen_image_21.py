@@ -1,6 +1,6 @@
 """Qwen-Image 2.1: one stream of tokens, one modulation for all blocks."""
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 QWEN_IMAGE_21 = TransformerSpec(
     name="Qwen-Image 2.1",
@@ -17,4 +17,5 @@ QWEN_IMAGE_21 = TransformerSpec(
             "diffusers.loaders.single_file_utils:convert_qwen_image21_transformer_checkpoint_to_diffusers",
         ),
     ),
+    inputs=(takes_latents("img_in.weight"), takes_text("txt_in.in_layer.weight")),
 )

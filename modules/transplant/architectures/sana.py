@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.sizes import Shapes, block_count, changed
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    Config,
+    Keys,
+    Layout,
+    TransformerSpec,
+    takes_latents,
+    takes_text,
+)
 
 _UNUSED = ("pos_embed", "y_embedder.y_embedding")
 """A fixed table and the null caption of training: no diffusers class has them."""
@@ -13,6 +22,11 @@ def convert_sana(checkpoint: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     from diffusers.loaders.single_file_utils import convert_sana_transformer_to_diffusers
 
     return convert_sana_transformer_to_diffusers({**dict.fromkeys(_UNUSED), **checkpoint}, **kwargs)
+
+
+def _infer_config(config: Config, shapes: Shapes) -> Config:
+    """The depth: 20, 28 or 60. The width of 0.6B comes with heads of another width, which no shape tells."""
+    return changed(config, num_layers=block_count(shapes, "blocks.", "transformer_blocks."))
 
 
 SANA = TransformerSpec(
@@ -36,5 +50,7 @@ SANA = TransformerSpec(
             convert_sana,
         ),
     ),
+    infer_config=_infer_config,
     junk=_UNUSED,
+    inputs=(takes_latents("patch_embed.proj.weight"), takes_text("caption_projection.linear_1.weight")),
 )

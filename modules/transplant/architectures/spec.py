@@ -103,6 +103,48 @@ class SiblingSpec:
 
 
 @dataclass(frozen=True)
+class InputSpec:
+    """Where a network takes what another component of the pipeline gives.
+
+    Attributes:
+        weight: target name of the weight, of shape (out, in, ...).
+        what: what it takes, as in "takes text 4096 wide".
+        giver: what it comes from.
+    """
+
+    weight: str
+    what: str
+    giver: str
+
+
+def takes_text(weight: str) -> InputSpec:
+    """The weight that text embeddings go into."""
+    return InputSpec(weight, "text", "text encoder")
+
+
+def takes_latents(weight: str) -> InputSpec:
+    """The weight that latents go into: (out, channels × patch, ...)."""
+    return InputSpec(weight, "latents", "pipeline")
+
+
+@dataclass(frozen=True)
+class BranchSpec:
+    """A part of the network that some files of an architecture hold and its diffusers class has not.
+
+    Attributes:
+        title: what the plan calls it.
+        weights: own names of its weights, in every layout.
+        gate: those of them of which one, all zeros, makes the whole part do nothing.
+        cls: name of the class of our own that has the part.
+    """
+
+    title: str
+    weights: tuple[str, ...]
+    gate: tuple[str, ...]
+    cls: str
+
+
+@dataclass(frozen=True)
 class TransformerSpec:
     """What is known of an architecture.
 
@@ -121,6 +163,9 @@ class TransformerSpec:
         junk: own names that have no home in the model and are dropped; `*` stands for any run of characters.
         fp8_skip_patterns: modules whose weights stay out of FP8 storage.
         other_classes: names of further diffusers classes with the same keys.
+        branch: a part that some files hold and the class has not.
+        inputs: weights that take along dimension 1 what other components give: a file of another width there
+            belongs to another pipeline.
     """
 
     name: str
@@ -136,10 +181,13 @@ class TransformerSpec:
     junk: tuple[str, ...] = ()
     fp8_skip_patterns: tuple[str, ...] = field(default=())
     other_classes: tuple[str, ...] = ()
+    branch: BranchSpec | None = None
+    inputs: tuple[InputSpec, ...] = ()
 
     def serves(self, cls: str, pipeline: str) -> bool:
         """Whether this is the spec for a component of class `cls` in a pipeline of class `pipeline`."""
-        return cls in (self.cls, *self.other_classes) and pipeline.startswith(self.model_types)
+        of_branch = (self.branch.cls,) if self.branch else ()
+        return cls in (self.cls, *self.other_classes, *of_branch) and pipeline.startswith(self.model_types)
 
     def drops(self, name: str) -> bool:
         """Whether a name is known junk."""

@@ -1,12 +1,17 @@
 """The UNets of Stable Diffusion 1 and 2, and of SDXL."""
 
 from transplant.architectures.renaming import Renaming
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 _CONVERTER = Renaming(
     ((r"^", "model.diffusion_model."),), "diffusers.loaders.single_file_utils:convert_ldm_unet_checkpoint"
 )
 """diffusers' converter takes only keys with the prefix that all-in-one files have."""
+
+_INPUTS = (
+    takes_latents("conv_in.weight"),
+    takes_text("mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"),
+)
 
 SDXL = TransformerSpec(
     name="SDXL",
@@ -31,6 +36,7 @@ SDXL = TransformerSpec(
             _CONVERTER,
         ),
     ),
+    inputs=_INPUTS,
 )
 
 STABLE_DIFFUSION = TransformerSpec(
@@ -56,4 +62,5 @@ STABLE_DIFFUSION = TransformerSpec(
             _CONVERTER,
         ),
     ),
+    inputs=_INPUTS,
 )

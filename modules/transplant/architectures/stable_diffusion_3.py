@@ -3,7 +3,15 @@
 import math
 
 from transplant.architectures.sizes import Shapes, block_count, changed, heads, holds, rows
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Config, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    Config,
+    Keys,
+    Layout,
+    TransformerSpec,
+    takes_latents,
+    takes_text,
+)
 
 
 def _infer_config(config: Config, shapes: Shapes) -> Config:
@@ -46,4 +54,5 @@ STABLE_DIFFUSION_3 = TransformerSpec(
         ),
     ),
     infer_config=_infer_config,
+    inputs=(takes_latents("pos_embed.proj.weight"), takes_text("context_embedder.weight")),
 )

@@ -5,7 +5,15 @@ Nothing in a file tells the high-noise from the low-noise transformer of Wan 2.2
 
 from transplant.architectures.renaming import Renaming
 from transplant.architectures.sizes import Shapes, block_count, changed, heads, rows
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Config, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    Config,
+    Keys,
+    Layout,
+    TransformerSpec,
+    takes_latents,
+    takes_text,
+)
 
 _CONVERTER = Renaming(
     ((r"img_emb\.emb_pos", "condition_embedder.image_embedder.pos_embed"),),  # first and last frame to video
@@ -28,6 +36,8 @@ def _infer_vace_config(config: Config, shapes: Shapes) -> Config:
     even = list(range(0, layers, layers // controls)) if layers and controls and layers % controls == 0 else None
     return {**_infer_config(config, shapes), **changed(config, vace_layers=even)}
 
+
+_INPUTS = (takes_latents("patch_embedding.weight"), takes_text("condition_embedder.text_embedder.linear_1.weight"))
 
 WAN = TransformerSpec(
     name="Wan",
@@ -52,6 +62,7 @@ WAN = TransformerSpec(
         ),
     ),
     infer_config=_infer_config,
+    inputs=_INPUTS,
 )
 
 WAN_VACE = TransformerSpec(
@@ -63,6 +74,7 @@ WAN_VACE = TransformerSpec(
         Layout("original", Keys(all_of=("vace_patch_embedding.weight", "blocks.0.self_attn.q.weight")), _CONVERTER),
     ),
     infer_config=_infer_vace_config,
+    inputs=_INPUTS,
 )
 
 WAN_ANIMATE = TransformerSpec(
@@ -74,6 +86,7 @@ WAN_ANIMATE = TransformerSpec(
         Layout("original", Keys(all_of=("pose_patch_embedding.weight", "blocks.0.self_attn.q.weight")), _CONVERTER),
     ),
     junk=("motion_encoder.*.kernel",),  # fixed blur filters, which the class makes itself
+    inputs=_INPUTS,
 )
 
 WAN_ANIMATE_2 = TransformerSpec(

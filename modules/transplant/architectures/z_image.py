@@ -1,6 +1,6 @@
 """Z-Image and Z-Image-Turbo (Tongyi): a single-stream transformer with noise and context refiners."""
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec
+from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
 
 Z_IMAGE = TransformerSpec(
     name="Z-Image",
@@ -27,4 +27,5 @@ Z_IMAGE = TransformerSpec(
     ),
     junk=("norm_final.weight",),  # left over from Lumina 2 in community merges, often NaN
     fp8_skip_patterns=("t_embedder", "cap_embedder"),
+    inputs=(takes_latents("all_x_embedder.2-1.weight"), takes_text("cap_embedder.1.weight")),
 )
