@@ -6,7 +6,7 @@ What it does is read off its weights, never guessed: this is the one place where
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -62,26 +62,30 @@ class Branch:
         return "live: the model runs with it" if self.state is State.LIVE else "absent"
 
 
-def find_branch(draft: Draft, spec: TransformerSpec, names: Sequence[str]) -> Branch | None:
-    """What the branch of a file does; None for an architecture that has none.
+def find_branch(draft: Draft, spec: TransformerSpec, names: Sequence[str]) -> tuple[Branch | None, Draft]:
+    """What the branch of a file does.
 
     Args:
         draft: the file.
         spec: its architecture.
         names: own names of its tensors.
 
+    Returns:
+        The branch, None for an architecture that has none; and the draft, without the layers that are left out.
+
     Raises:
         UnreadableFile: the weight that decides it cannot be read.
     """
     if spec.branch is None:
-        return None
+        return None, draft
     held = tuple(name for name in names if name in spec.branch.weights)
     if not held:
-        return Branch(State.ABSENT, title=spec.branch.title)
+        return Branch(State.ABSENT, title=spec.branch.title), draft
     gates = [draft.keys.stored[name] for name in held if name in spec.branch.gate]
     dormant = len(gates) == 1 and _is_zero(draft, draft.header.tensors[gates[0]])
     state = State.DORMANT if dormant else State.LIVE
-    return Branch(state, held, gates[0] if gates else "", spec.branch.title)
+    branch = Branch(state, held, gates[0] if gates else "", spec.branch.title)
+    return branch, replace(draft, layers=_without(draft, branch))
 
 
 def class_for(spec: TransformerSpec, branch: Branch | None, of_base: str) -> str:
@@ -93,9 +97,9 @@ def class_for(spec: TransformerSpec, branch: Branch | None, of_base: str) -> str
     return spec.cls if of_base == spec.branch.cls else of_base
 
 
-def without_branch(draft: Draft, branch: Branch | None) -> Mapping[str, QuantizedLayer]:
+def _without(draft: Draft, branch: Branch) -> Mapping[str, QuantizedLayer]:
     """The draft's quantized layers without those of a branch that is left out."""
-    gone = {draft.keys.stored[name] for name in branch.left_out} if branch else set[str]()
+    gone = {draft.keys.stored[name] for name in branch.left_out}
     return {name: layer for name, layer in draft.layers.items() if layer.tensors["weight"].name not in gone}
 
 

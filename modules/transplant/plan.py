@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from transplant.architectures.detect import Detection, identify, refuse_other_ki
 from transplant.architectures.gguf_names import contradiction
 from transplant.architectures.spec import DIFFUSERS_LAYOUT, Converter, Keys, Layout, TransformerSpec
 from transplant.base_model import BaseModel, read_base
-from transplant.branch import class_for, find_branch, without_branch
+from transplant.branch import class_for, find_branch
 from transplant.checkpoint.gguf import BLOCK_TYPES
 from transplant.checkpoint.header import GGUF, Header, read_header
 from transplant.checkpoint.naming import NamedKeys, normalise, split_siblings
@@ -69,9 +68,7 @@ def plan(
     header = read_header(file)
     keys = normalise(header.path, header.tensors)
     spec = spec_for(base, component)
-    detection = identify(keys).seen_as(spec)
-    refuse_other_kinds(header.path, detection)
-    _check_architecture(header, keys, detection, spec)
+    detection = _detected(header, keys, spec)
     quantization = read_quantization(header, keys)
     draft = Draft(
         header, keys, quantization.layers, quantization.sidecars, dtype or dominant_dtype(header, keys),
@@ -82,14 +79,12 @@ def plan(
     changes = {**_inferred(draft, spec, base_config), **(config_kwargs or {})}
     tensors = [name for name in keys.stored if name not in quantization.sidecars]
     own, siblings = split_siblings(tensors, [sibling.inline_prefix for sibling in spec.siblings])
-    branch = find_branch(draft, spec, own)
-    draft = replace(draft, layers=without_branch(draft, branch))
+    branch, draft = find_branch(draft, spec, own)
     junk = {name for name in own if spec.drops(name) or (branch and name in branch.left_out)}
     cls = class_for(spec, branch, base.component(component).cls)
     network = shapes_only(resolve_class(cls), {**base_config, **changes})
-    transformer, layout = _plan_transformer(
-        draft, spec, detection, component, network, [name for name in own if name not in junk]
-    )
+    names = [name for name in own if name not in junk]
+    transformer, layout = _plan_transformer(draft, spec, detection, component, network, names)
     return LoadPlan(
         header, base, spec, layout, detection.why, keys.prefix, keys.companions,
         tuple(keys.stored[name] for name in own if name in junk), draft.layers_by_weight, quantization.source,
@@ -124,6 +119,14 @@ def dominant_dtype(header: Header, keys: NamedKeys) -> torch.dtype:
         return torch.bfloat16
     floats = {dtype: size for dtype, size in sizes.items() if dtype in ("BF16", "F16", "F32")}
     return TORCH_DTYPES[max(floats, key=lambda dtype: floats[dtype])] if floats else torch.bfloat16
+
+
+def _detected(header: Header, keys: NamedKeys, spec: TransformerSpec) -> Detection:
+    """What the file is; raises where that is not the base's architecture."""
+    detection = identify(keys).seen_as(spec)
+    refuse_other_kinds(header.path, detection)
+    _check_architecture(header, keys, detection, spec)
+    return detection
 
 
 def _check_architecture(header: Header, keys: NamedKeys, detection: Detection, spec: TransformerSpec) -> None:
