@@ -409,3 +409,30 @@ def test_with_listen_a_login_is_asked_for(browser: Browser, tmp_path: Path) -> N
         page.get_by_role("button", name="Login").click()
         expect(page.locator("#setting_sd_unet input")).to_be_visible(timeout=30_000)
         page.close()
+
+
+@needs_browser
+def test_fp8_storage_says_what_it_will_do(
+    browser: Browser, page: Page, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that cannot, its box is out of use and says why; where it can, the sizes stand beside it."""
+    settings_tab(page)
+    box = page.locator("#setting_fp8_storage")
+    expect(box).to_contain_text("needs CUDA or XPU, the models run on cpu", timeout=30_000)
+    expect(box.locator("input")).to_be_disabled()
+
+    monkeypatch.setenv("TRANSPLANT_FP8_ON_CPU", "1")
+    shown = ["sd_model_checkpoint", "sd_unet", "fp8_storage"]
+    (tmp_path / "config.json").write_text(json.dumps({"quicksettings_list": shown, "cuda_dtype": "bf16"}))
+    with serving(tmp_path, tmp_path / "models") as able:
+        opener = opened(browser, able)
+        top = next(opener)
+        idle(top, f"{DEMO_BASE} with its own transformer, bfloat16 on cpu")
+        box = top.locator("#setting_fp8_storage")
+        expect(box).to_contain_text(re.compile(r"1\.\d\d MB → 0\.\d\d MB"), timeout=30_000)
+        box.locator("input").click()
+        expect(box).to_contain_text(re.compile(r"0\.\d\d MB instead of 1\.\d\d MB"), timeout=30_000)
+        assert able.options()["fp8_storage"] is True
+        assert "FP8 storage for transformer of" in able.output()
+        screenshot(top, "fp8-storage")
+        next(opener, None)

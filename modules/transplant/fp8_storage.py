@@ -29,7 +29,10 @@ LARGEST = torch.finfo(STORAGE).max
 
 FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _LAYERS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-_CAUTIOUS = ("embed", "time", "final", "proj_in", "proj_out", "norm", "modulation")
+_CAUTIOUS = (
+    "embed", "time", "caption", r"^(img|txt|text)_in$", r"^\w*proj_(in|out)$", "final", "^out_layer", "norm",
+    "modulation",
+)  # fmt: skip
 """For a class that declares nothing and has no spec: every embedder and every final layer stays."""
 
 
@@ -65,10 +68,23 @@ def skip_patterns(cls: type, of_spec: Iterable[str]) -> tuple[str, ...]:
     """
     from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 
-    declared: list[str] = list(getattr(cls, "_skip_layerwise_casting_patterns", None) or [])
-    own = [*declared, *of_spec] or list(_CAUTIOUS)
+    own = [*_declared(cls), *of_spec] or list(_CAUTIOUS)
     fp32: Any = getattr(cls, "_keep_in_fp32_modules", None) or []
     return tuple(dict.fromkeys([*DEFAULT_SKIP_MODULES_PATTERN, *own, *([fp32] if isinstance(fp32, str) else fp32)]))
+
+
+def is_unknown(cls: type, of_spec: Iterable[str]) -> bool:
+    """Whether neither a class nor its architecture says what must stay, so that the cautious patterns apply."""
+    return not [*_declared(cls), *of_spec]
+
+
+def _declared(cls: type) -> list[str]:
+    return list(getattr(cls, "_skip_layerwise_casting_patterns", None) or [])
+
+
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Whether a library has quantized a model: its weights are left as they are."""
+    return bool(getattr(model, "is_quantized", False)) or getattr(model, "hf_quantizer", None) is not None
 
 
 def castable_layers(network: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
@@ -108,7 +124,7 @@ def store_in_fp8(model: ModelMixin, of_spec: Iterable[str], name: str) -> int:
     Returns:
         How many layers rest in fp8.
     """
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+    if is_quantized(model):
         log.info("%s: FP8 storage has no effect, its weights are already quantized", name)
         return 0
     dtype = model.dtype

@@ -19,6 +19,7 @@ from transplant.base_components import load_component, load_pipeline, weight_byt
 from transplant.base_model import BaseModel, read_base
 from transplant.build import Progress, build
 from transplant.errors import BaseModelError, OverrideArchMismatch
+from transplant.fp8_outlook import Outlook, outlook
 from transplant.fp8_storage import store_in_fp8, support_on
 from transplant.hosts.base import Host
 from transplant.load_plan import LoadPlan
@@ -157,6 +158,16 @@ class Session:
             self.slots[kind.name] = self.slots[kind.name].with_refused(failure)
             return Outcome(changed=False, refused=failure.error)
         return Outcome(changed=True)
+
+    def fp8_outlook(self) -> Outlook:
+        """What FP8 storage does, or would do, for the transformers that are loaded."""
+        settings = self._host.load_settings()
+        models: dict[str, Any] = {}
+        if self.base is not None and self.pipeline is not None:
+            names = [kind.component_in(self.base) for kind in SLOTS]
+            models = {name: model for name in names if name and (model := getattr(self.pipeline, name)) is not None}
+        patterns = {name: spec_for(self.base, name).fp8_skip_patterns for name in models} if self.base else {}
+        return outlook(models, patterns, settings.device, settings.compute.fp8_storage)
 
     def unload(self) -> None:
         """Free the pipeline."""

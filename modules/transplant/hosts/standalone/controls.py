@@ -22,9 +22,9 @@ def build(worker: Worker, option: Option, *, with_help: bool) -> Any:
     value = worker.shown(option.key)
     common: dict[str, Any] = {
         "label": option.label,
-        "info": page.explanation(option) if with_help else None,
+        "info": _info(worker, option, with_help) or None,
         "elem_id": f"setting_{option.key}",
-        "interactive": True,
+        "interactive": _is_enabled(worker, option),
         "min_width": 160,
     }
     match option.control:
@@ -52,6 +52,27 @@ def follower(worker: Worker, option: Option, component: Block) -> Follower:
         return gr.update(value=value) if choices is None else gr.update(value=value or None, choices=choices)
 
     return Follower(component, read, update)
+
+
+def note_follower(worker: Worker, option: Option, component: Block, *, with_help: bool) -> Follower:
+    """Keeps what is said below a control true, and the control usable where it can do something."""
+
+    def read(_: str) -> tuple[str, bool]:
+        return _info(worker, option, with_help), _is_enabled(worker, option)
+
+    return Follower(component, read, lambda now: gr.update(info=now[0] or None, interactive=now[1]))
+
+
+def _info(worker: Worker, option: Option, with_help: bool) -> str:
+    note = worker.notes.get(option.key)
+    parts = [note.text if note else "", page.explanation(option) if with_help else ""]
+    return " ".join(part for part in parts if part)
+
+
+def _is_enabled(worker: Worker, option: Option) -> bool:
+    """Off only where it would do nothing; what is on can always be switched off."""
+    note = worker.notes.get(option.key)
+    return note is None or note.enabled or bool(worker.shown(option.key))
 
 
 def entries(worker: Worker, option: Option, value: object) -> list[page.Choice]:

@@ -9,7 +9,7 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone import controls
 from transplant.hosts.standalone.live import follow, owner_of
-from transplant.hosts.standalone.worker import Worker
+from transplant.hosts.standalone.worker import FP8, Worker
 from transplant.options import OPTIONS, Option
 
 
@@ -26,6 +26,8 @@ def draw(worker: Worker) -> None:
         component, followed = _control(worker, option)
         _bind(worker, option, component)
         followers.append(followed)
+        if option.key == FP8:
+            followers.append(controls.note_follower(worker, option, component, with_help=False))
     follow(followers)
 
 

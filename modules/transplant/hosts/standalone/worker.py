@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transplant")
 
-BASE, UNET = "sd_model_checkpoint", "sd_unet"
+BASE, UNET, FP8 = "sd_model_checkpoint", "sd_unet", "fp8_storage"
 MAX_SEED = 2**32 - 1
 
 
@@ -48,6 +48,19 @@ class Holding:
     how: str
 
 
+@dataclass(frozen=True)
+class Note:
+    """What an option does for what is loaded.
+
+    Attributes:
+        text: a sentence.
+        enabled: False where it can do nothing on this device.
+    """
+
+    text: str
+    enabled: bool
+
+
 class Worker:
     """The standalone Host (see hosts/base.py).
 
@@ -58,6 +71,7 @@ class Worker:
         revision: changes whenever something that a control shows may have changed.
         holding: what is loaded; None while nothing is.
         missing: base model or override that the settings name and the folders lack.
+        notes: what an option does for what is loaded, by key, for those whose effect depends on it.
     """
 
     def __init__(
@@ -76,6 +90,7 @@ class Worker:
         self.revision = 0
         self.holding: Holding | None = None
         self.missing: frozenset[str] = frozenset()
+        self.notes: dict[str, Note] = {}
         self._pictures = pictures
         self._digests = digests
         self._device = device
@@ -352,6 +367,8 @@ class Worker:
     def _record(self) -> None:
         """Hold the settings against what is really loaded, and save them so."""
         session = self._sessions()
+        fp8 = session.fp8_outlook()
+        self.notes = {FP8: Note(fp8.text, fp8.possible)}
         if session.base is None or session.pipeline is None:
             self.holding = None
             return
