@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_flux_bfl, tiny_z_image_config, to_comfyui
 from transplant import errors, pipeline
-from transplant.generate import GenerationCancelled, Request, generate, infotext
+from transplant.generate import GenerationCancelled, generate
 from transplant.hosts.base import LoadSettings
 from transplant.pipeline import Session
+from transplant.request import Request, infotext
 from transplant.slots import DEFAULT, Override
 
 

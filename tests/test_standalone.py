@@ -14,17 +14,20 @@ from PIL import Image
 from tiny_models import make_demo, tiny_base
 from transplant.digest import Digests
 from transplant.errors import OptionError, TransplantError
+from transplant.generate import Picture
 from transplant.hosts.standalone import page
 from transplant.hosts.standalone.folders import Catalog
 from transplant.hosts.standalone.guard import is_local
 from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Notice
+from transplant.hosts.standalone.models import BASE
 from transplant.hosts.standalone.server import ServeError, parse
 from transplant.hosts.standalone.settings import Settings
-from transplant.hosts.standalone.worker import BASE, UNET, Worker, make_request
+from transplant.hosts.standalone.worker import Worker
 from transplant.options import option
+from transplant.request import make_request
 
-DEMO_BASE = "transplant-demo-z-image"
+DEMO_BASE, UNET = "transplant-demo-z-image", "sd_unet"
 ME = "me"
 
 
@@ -174,11 +177,11 @@ def test_pictures_are_numbered_and_carry_their_parameters(tmp_path: Path) -> Non
     store = PictureStore(tmp_path / "outputs")
     image = Image.new("RGB", (8, 8))
     text = "a prompt – ü\nSteps: 8"
-    paths = [store.save(image, 7, text, True) for _ in range(2)]
+    paths = [store.save(Picture(image, 7), text, True) for _ in range(2)]
     assert [path.name for path in paths] == ["00000-7.png", "00001-7.png"]
     assert paths[0].parent.parent == tmp_path / "outputs"
     assert Image.open(paths[1]).info["parameters"] == text
-    unsaved = store.save(image, 7, text, False)
+    unsaved = store.save(Picture(image, 7), text, False)
     assert unsaved.is_relative_to(store.temporary)
     store.close()
     assert not unsaved.exists()
@@ -189,7 +192,7 @@ def test_a_picture_that_cannot_be_saved_is_an_error_of_one_sentence(tmp_path: Pa
     (tmp_path / "outputs").write_text("")
     store = PictureStore(tmp_path / "outputs")
     with pytest.raises(TransplantError, match="cannot be saved"):
-        store.save(Image.new("RGB", (8, 8)), 7, "", True)
+        store.save(Picture(Image.new("RGB", (8, 8)), 7), "", True)
     store.close()
 
 
@@ -240,7 +243,7 @@ class Studio:
     @property
     def held(self) -> tuple[str, str] | None:
         holding = self.worker.holding
-        return (holding.base, holding.override) if holding else None
+        return (holding.base, holding.overrides[UNET]) if holding else None
 
     def close(self) -> None:
         assert self.worker.stop()

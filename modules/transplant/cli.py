@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transplant.errors import OverrideArchMismatch, TransplantError, printable
+from transplant.samplers import DEFAULT_SAMPLER, SAMPLERS
 
 if TYPE_CHECKING:
     from transplant.hosts.base import LoadSettings
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="make a picture")
     generate.add_argument("--base", required=True)
     generate.add_argument("--unet", type=_existing_file, help="the file that replaces the base model's transformer")
+    generate.add_argument("--unet-secondary", type=_existing_file, help="the same for a second transformer")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--negative-prompt", default="")
     generate.add_argument("--steps", type=_whole(1, 1000), default=8)
@@ -99,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--width", type=_whole(16, 8192), default=256, help="pixels, default 256")
     generate.add_argument("--height", type=_whole(16, 8192), default=256, help="pixels, default 256")
     generate.add_argument("--seed", type=_whole(0, 2**63 - 1), default=0)
+    generate.add_argument("--sampler", choices=[DEFAULT_SAMPLER, *SAMPLERS], default=DEFAULT_SAMPLER)
+    generate.add_argument("--frames", type=_whole(1, 1000), default=1, help="of a video, where the pipeline makes one")
     generate.add_argument("-o", "--output", type=_png, default=Path("out.png"), help="a .png file, default out.png")
     generate.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     _loading_options(generate)
@@ -234,28 +238,31 @@ def _load(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from transplant.digest import Digests
-    from transplant.generate import Request, generate, infotext
+    from transplant.generate import generate
     from transplant.hosts.base import PlainHost
     from transplant.pictures import png_bytes
     from transplant.pipeline import Session
-    from transplant.slots import Override
+    from transplant.request import Request, infotext
+    from transplant.slots import SLOTS, Override
     from transplant.storage import write_atomically
 
     session = Session(PlainHost(_settings(arguments)))
-    override = Override(arguments.unet.stem, arguments.unet) if arguments.unet else None
-    outcome = session.load_base(arguments.base, override)
+    files = [Override(file.stem, file) if file else None for file in (arguments.unet, arguments.unet_secondary)]
+    outcome = session.load_base(arguments.base, *files)
     if outcome.refused is not None:
         raise outcome.refused
     assert session.pipeline is not None and session.base is not None
     request = Request(
         arguments.prompt, arguments.negative_prompt, arguments.steps, arguments.guidance,
-        arguments.width, arguments.height, arguments.seed,
+        arguments.width, arguments.height, arguments.seed, 1, arguments.sampler, arguments.frames,
     )  # fmt: skip
     names = {"Model": session.base.path.name}
-    if override is not None:
-        names |= {"UNET": override.name, "UNET hash": Digests().short(override.path)}
+    for kind, file in zip(SLOTS, files, strict=True):
+        if file is not None:
+            names |= {kind.title: file.name, f"{kind.title} hash": Digests().short(file.path)}
     for picture in generate(session.pipeline, request):
-        write_atomically(arguments.output, png_bytes(picture.image, infotext(request, picture.seed, names)))
+        text = infotext(request, picture.seed, names)
+        write_atomically(arguments.output, png_bytes(picture.image, text, picture.more_frames))
     print(arguments.output)
     return OK
 

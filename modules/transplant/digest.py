@@ -40,6 +40,15 @@ class Digests:
                 self._save()
             return str(entry[2])[:DIGITS]
 
+    def known(self, path: Path) -> str | None:
+        """What `short` would say, where that is known without reading the file."""
+        try:
+            stamp = FileStamp.of(path)
+        except OSError:
+            return None
+        entry = self._known.get(str(path.resolve()))
+        return str(entry[2])[:DIGITS] if entry is not None and entry[:2] == [stamp.size, stamp.mtime_ns] else None
+
     def start(self, path: Path) -> None:
         """Begin to hash a file in the background, so that `short` need not wait later."""
         threading.Thread(target=self._quietly, args=(path,), daemon=True, name="transplant-digest").start()

@@ -1,15 +1,21 @@
-"""Make pictures with a loaded pipeline, and say in their metadata what made them."""
+"""Make pictures with a loaded pipeline."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from transplant.errors import LoadCancelled, TransplantError
+from transplant.request import Request
+from transplant.samplers import make_scheduler
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -25,41 +31,18 @@ class GenerationError(TransplantError):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to draw.
-
-    Attributes:
-        prompt: what should be in the picture.
-        negative_prompt: what should not; only used where guidance is on.
-        steps: number of denoising steps, 1 or more.
-        guidance: guidance scale; the pipeline's own scale of values.
-        width: pixels.
-        height: pixels.
-        seed: of the first picture; the next ones count up. 0 to 2**63 - 1.
-        batch: number of pictures.
-    """
-
-    prompt: str
-    negative_prompt: str = ""
-    steps: int = 8
-    guidance: float = 1.0
-    width: int = 256
-    height: int = 256
-    seed: int = 0
-    batch: int = 1
-
-
-@dataclass(frozen=True)
 class Picture:
-    """A finished picture.
+    """A finished picture, or a finished video.
 
     Attributes:
-        image: the picture.
+        image: the picture; the first frame of a video.
         seed: the seed that made it; alone, the same seed makes the same picture again.
+        more_frames: what follows the first frame of a video.
     """
 
     image: Image
     seed: int
+    more_frames: tuple[Image, ...] = ()
 
 
 def generate(
@@ -72,7 +55,7 @@ def generate(
     """Make pictures one by one.
 
     Args:
-        pipeline: a loaded text-to-image pipeline.
+        pipeline: a loaded pipeline that draws from a prompt, modular or not.
         request: what to draw.
         on_step: called after every step with the picture's index, the steps done and the steps of one picture.
         cancelled: asked after every step; True ends the generation.
@@ -84,60 +67,94 @@ def generate(
         GenerationCancelled: `cancelled` said so; the pictures that were yielded before are complete.
         GenerationError: the pipeline refuses the parameters, for example a size that it cannot draw.
     """
+    loaded = cast("Any", pipeline)
+    own, guider = loaded.scheduler, getattr(loaded, "guider", None)
     for index in range(request.batch):
 
-        def after_step(_pipeline: Any, step: int, _timestep: Any, values: dict[str, Any], index: int = index) -> Any:
+        def after_step(step: int, index: int = index) -> None:
             if on_step is not None:
-                on_step(index, step + 1, request.steps)
+                on_step(index, min(step, request.steps), request.steps)
             if cancelled is not None and cancelled():
                 raise GenerationCancelled("the generation was stopped")
-            return values
 
         seed = request.seed + index
         try:
-            result: Any = cast("Any", pipeline)(**_arguments(pipeline, request, seed), callback_on_step_end=after_step)
-        except ValueError as error:
+            loaded.scheduler = _watched(make_scheduler(request.sampler, own), after_step)
+            if guider is not None:
+                loaded.guider = guider.new(guidance_scale=request.guidance)
+            frames = _frames(loaded(**_arguments(loaded, request, seed)))
+        except (ValueError, TypeError) as error:
             raise GenerationError(f"{type(pipeline).__name__}: {error}") from error
-        yield Picture(result.images[0], seed)
+        finally:
+            loaded.scheduler = own
+            if guider is not None:
+                loaded.guider = guider
+        yield Picture(frames[0], seed, tuple(frames[1:]))
 
 
-def infotext(request: Request, seed: int, names: Mapping[str, str]) -> str:
-    """Parameters in the form that SD.Next and others write into a picture's metadata.
+def makes_video(pipeline: Any) -> bool:
+    """Whether a pipeline can make more than one frame."""
+    return "num_frames" in _accepted(pipeline)
 
-    Args:
-        request: what was drawn.
-        seed: the picture's own seed.
-        names: further entries in order, for example `Model`, `UNET` and `UNET hash`.
+
+def _watched(scheduler: Any, after_step: Callable[[int], None]) -> Any:
+    """A copy of a scheduler that tells of each of its steps: not every pipeline takes a callback.
+
+    It takes sigmas as a list too, as most pipelines give them; UniPC multiplies them as an array.
     """
-    entries = {
-        "Steps": request.steps,
-        "Size": f"{request.width}x{request.height}",
-        "Seed": seed,
-        "CFG scale": f"{request.guidance:g}",
-        **{key: _quoted(value) for key, value in names.items()},
-    }
-    lines = [request.prompt]
-    if request.negative_prompt:
-        lines.append(f"Negative prompt: {request.negative_prompt}")
-    return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in entries.items())])
+    cls: Any = type(scheduler)
+    count = itertools.count(1)
+
+    @functools.wraps(cls.set_timesteps)
+    def set_timesteps(self: Any, *arguments: Any, **named: Any) -> None:
+        if isinstance(named.get("sigmas"), list):
+            named["sigmas"] = np.array(named["sigmas"])
+        cls.set_timesteps(self, *arguments, **named)
+
+    @functools.wraps(cls.step)
+    def step(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = cls.step(self, *arguments, **named)
+        after_step(next(count))
+        return result
+
+    watched = copy.copy(scheduler)
+    methods = {"set_timesteps": set_timesteps, "step": step}
+    watched.__class__ = type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
+    return watched
 
 
-def _arguments(pipeline: DiffusionPipeline, request: Request, seed: int) -> dict[str, Any]:
+def _frames(result: Any) -> list[Image]:
+    """The pictures of a pipeline's output: one, or the frames of a video."""
+    if isinstance(result, list):  # of a modular pipeline
+        return cast("list[Image]", result)
+    return list(result.frames[0]) if hasattr(result, "frames") else [result.images[0]]
+
+
+def _arguments(pipeline: Any, request: Request, seed: int) -> dict[str, Any]:
     """What this pipeline's call takes of the request."""
     offered = {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
         "num_inference_steps": request.steps,
         "guidance_scale": request.guidance,
+        "guidance_schedule": None,  # Ideogram 4's own schedule would stand above the scale
         "width": request.width,
         "height": request.height,
+        "num_frames": request.frames,
+        "output_type": "pil",
     }
-    accepted = inspect.signature(pipeline.__call__).parameters
+    accepted = _accepted(pipeline)
+    if (accepted.get("true_cfg_scale") or 0) > 1:  # Qwen-Image: what its guidance_scale means is for distilled models
+        offered["true_cfg_scale"] = offered.pop("guidance_scale")
     # On the CPU, so that a seed draws the same noise on every device.
     generator = torch.Generator("cpu").manual_seed(seed)
-    return {"generator": generator, **{key: value for key, value in offered.items() if key in accepted}}
+    call = {"generator": generator, **{key: value for key, value in offered.items() if key in accepted}}
+    return {**call, "output": "images"} if hasattr(pipeline, "blocks") else call
 
 
-def _quoted(value: str) -> str:
-    """Quoted where it would read as more than one entry."""
-    return f'"{value}"' if any(mark in value for mark in ',:"\n') else value
+def _accepted(pipeline: Any) -> dict[str, Any]:
+    """The arguments of a pipeline's call with their defaults."""
+    if hasattr(pipeline, "blocks"):  # a modular one
+        return {entry.name: entry.default for entry in pipeline.blocks.inputs}
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}

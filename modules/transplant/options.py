@@ -108,6 +108,15 @@ OPTIONS: tuple[Option, ...] = (
         "The file that replaces the base model's transformer; Default is the base model's own.", "transformer",
     ),
     Option(
+        "sd_unet_secondary", DEFAULT, "UNET model secondary", "dropdown", MODELS, "overrides",
+        "The file for the second transformer of pipelines that have two: the low-noise one of Wan 2.2, the "
+        "unconditional one of Ideogram 4.", "transformer",
+    ),
+    Option(
+        "transplant_load_at_once", True, "Load a choice at once", "checkbox", MODELS,
+        help="Off: a base model or file that is chosen is loaded with the next picture.",
+    ),
+    Option(
         "transplant_hub_cache", True, "List base models of the Hugging Face cache", "checkbox", MODELS,
         help="Also offer pipelines that were downloaded by other programs.",
     ),

@@ -12,6 +12,9 @@ from transplant.errors import OverrideArchMismatch
 DEFAULT = "Default"
 """The dropdown entry for the base model's own transformer."""
 
+NONE = "None"
+"""SD.Next's other entry for the same."""
+
 
 @dataclass(frozen=True)
 class SlotKind:
@@ -20,11 +23,13 @@ class SlotKind:
     Attributes:
         name: "primary" or "secondary".
         option: key of the option that selects its file.
+        title: what a picture's metadata call its file.
         components: the pipeline components it may fill; the first that a pipeline has is it.
     """
 
     name: str
     option: str
+    title: str
     components: tuple[str, ...]
 
     def component_in(self, base: BaseModel) -> str | None:
@@ -32,8 +37,8 @@ class SlotKind:
         return next((name for name in self.components if name in base.components), None)
 
 
-PRIMARY = SlotKind("primary", "sd_unet", ("transformer", "unet"))
-SECONDARY = SlotKind("secondary", "sd_unet_secondary", ("transformer_2", "unconditional_transformer"))
+PRIMARY = SlotKind("primary", "sd_unet", "UNET", ("transformer", "unet"))
+SECONDARY = SlotKind("secondary", "sd_unet_secondary", "UNET secondary", ("transformer_2", "unconditional_transformer"))
 SLOTS = (PRIMARY, SECONDARY)
 """Wan 2.2 has `transformer_2` for its low-noise steps, Ideogram 4 an `unconditional_transformer`."""
 

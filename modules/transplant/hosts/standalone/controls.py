@@ -12,6 +12,7 @@ from transplant.hosts.standalone import page
 from transplant.hosts.standalone.live import Follower
 from transplant.hosts.standalone.worker import Worker
 from transplant.options import OPTIONS, Option
+from transplant.slots import SECONDARY
 
 INPUT_EVENTS = {"dropdown": "input", "multiselect": "input", "checkbox": "input", "text": "submit", "number": "submit"}
 """The event that means: the user, not the server, has set this value."""
@@ -73,6 +74,13 @@ def _is_enabled(worker: Worker, option: Option) -> bool:
     """Off only where it would do nothing; what is on can always be switched off."""
     note = worker.notes.get(option.key)
     return note is None or note.enabled or bool(worker.shown(option.key))
+
+
+def shown_while_of_use(worker: Worker, option: Option, component: Block) -> list[Follower]:
+    """Hides a component while its option is of no use; nothing for one that always is."""
+    if option.key != SECONDARY.option:
+        return []
+    return [Follower(component, lambda _: worker.is_shown(option.key), lambda shown: gr.update(visible=shown))]
 
 
 def entries(worker: Worker, option: Option, value: object) -> list[page.Choice]:

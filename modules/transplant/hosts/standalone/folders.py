@@ -20,7 +20,7 @@ from huggingface_hub import constants
 
 from transplant.base_model import INDEXES, BaseModel, read_base
 from transplant.errors import BaseModelError, TransplantError, printable, sample
-from transplant.slots import DEFAULT
+from transplant.slots import DEFAULT, NONE
 
 log = logging.getLogger("transplant")
 
@@ -28,7 +28,7 @@ BASES, OVERRIDES = "Diffusers", "UNET"
 """Subfolders of a models folder, SD.Next's own."""
 
 SUFFIXES = (".safetensors", ".gguf")
-RESERVED = (DEFAULT, "None")
+RESERVED = (DEFAULT, NONE)
 """Dropdown entries that are no files."""
 
 WITHOUT_WEIGHTS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "FeatureExtractor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -9,14 +10,21 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone.jobs import Saved
 from transplant.hosts.standalone.live import Follower, owner_of
-from transplant.hosts.standalone.worker import Worker, make_request
+from transplant.hosts.standalone.worker import Worker
+from transplant.request import make_request, parse_infotext
+from transplant.samplers import DEFAULT_SAMPLER
+
+FIELDS = ("prompt", "negative", "steps", "guidance", "width", "height", "seed", "batch", "sampler", "frames")
+"""In the order of `make_request`."""
+
+QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
 def draw(worker: Worker) -> list[Follower]:
     """Draw the tab; element ids are SD.Next's."""
     with gr.Row():
         with gr.Column(scale=5, min_width=320):
-            fields, button = _form()
+            fields, button, reuse, file = _form()
         with gr.Column(scale=6, min_width=320):
             gallery = gr.Gallery(
                 label="Pictures", elem_id="txt2img_gallery", columns=2, height=520, object_fit="contain", preview=True,
@@ -37,30 +45,75 @@ def draw(worker: Worker) -> list[Follower]:
         pictures = _pictures(worker, owner_of(request))
         return pictures[event.index].infotext if event.index < len(pictures) else ""
 
-    quiet: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-    button.click(generate, fields, trigger_mode="multiple", **quiet)
-    gallery.select(select, outputs=text, **quiet)
+    button.click(generate, list(fields.values()), trigger_mode="multiple", **QUIET)
+    gallery.select(select, outputs=text, **QUIET)
+    reuse.click(_seed_of, text, fields["seed"], **QUIET)
+    _bind_recall(worker, file, fields)
     return [
         Follower(gallery, lambda owner: _pictures(worker, owner), _gallery_update),
         Follower(text, lambda owner: _pictures(worker, owner), lambda saved: saved[-1].infotext if saved else ""),
+        Follower(fields["sampler"], lambda _: _samplers(worker), lambda names: gr.update(choices=list(names))),
+        Follower(fields["frames"], lambda _: _makes_video(worker), lambda video: gr.update(visible=video)),
     ]
 
 
-def _form() -> tuple[list[Any], gr.Button]:
-    """The parameters in the order of `make_request`, and the button."""
-    prompt = gr.Textbox(label="Prompt", elem_id="txt2img_prompt", lines=3, placeholder="What should be in the picture")
-    negative = gr.Textbox(label="Negative prompt", elem_id="txt2img_neg_prompt", lines=1)
+def _form() -> tuple[dict[str, Any], gr.Button, gr.Button, gr.File]:
+    """The parameters by name, the button, the one for the last seed, and the place for a picture to read from."""
+    fields: dict[str, Any] = {}
+    fields["prompt"] = gr.Textbox(
+        label="Prompt", elem_id="txt2img_prompt", lines=3, placeholder="What should be in the picture"
+    )
+    fields["negative"] = gr.Textbox(label="Negative prompt", elem_id="txt2img_neg_prompt", lines=1)
     button = gr.Button("Generate", variant="primary", elem_id="txt2img_generate")
     with gr.Row():
-        steps = gr.Slider(1, 100, 8, step=1, label="Steps", elem_id="txt2img_steps")
-        guidance = gr.Slider(0, 20, 1, step=0.1, label="Guidance", elem_id="txt2img_cfg_scale")
+        fields["steps"] = gr.Slider(1, 100, 8, step=1, label="Steps", elem_id="txt2img_steps")
+        fields["guidance"] = gr.Slider(0, 20, 1, step=0.1, label="Guidance", elem_id="txt2img_cfg_scale")
     with gr.Row():
-        width = gr.Slider(64, 2048, 256, step=16, label="Width", elem_id="txt2img_width")
-        height = gr.Slider(64, 2048, 256, step=16, label="Height", elem_id="txt2img_height")
+        fields["width"] = gr.Slider(64, 2048, 256, step=16, label="Width", elem_id="txt2img_width")
+        fields["height"] = gr.Slider(64, 2048, 256, step=16, label="Height", elem_id="txt2img_height")
     with gr.Row():
-        seed = gr.Number(-1, label="Seed", info="-1 draws one", elem_id="txt2img_seed")
-        batch = gr.Slider(1, 16, 1, step=1, label="Pictures", elem_id="txt2img_batch_count")
-    return [prompt, negative, steps, guidance, width, height, seed, batch], button
+        with gr.Row(elem_classes="tp-choice"):
+            fields["seed"] = gr.Number(-1, label="Seed (-1 draws one)", elem_id="txt2img_seed", min_width=120)
+            reuse = gr.Button(
+                "Use the shown picture's seed", elem_id="txt2img_reuse_seed", elem_classes="tp-reuse", min_width=36
+            )
+        fields["batch"] = gr.Slider(1, 16, 1, step=1, label="Pictures", elem_id="txt2img_batch_count")
+    with gr.Row():
+        fields["sampler"] = gr.Dropdown([DEFAULT_SAMPLER], label="Sampler", elem_id="txt2img_sampling", min_width=160)
+        fields["frames"] = gr.Slider(1, 201, 1, step=1, label="Frames", elem_id="txt2img_frames", visible=False)
+    with gr.Accordion("Read parameters from a picture", open=False, elem_id="txt2img_recall_fold"):
+        file = gr.File(
+            label="A picture that was made here or in SD.Next", elem_id="txt2img_recall", file_types=["image"],
+            height=110,
+        )  # fmt: skip
+    return {name: fields[name] for name in FIELDS}, button, reuse, file
+
+
+def _bind_recall(worker: Worker, file: gr.File, fields: dict[str, Any]) -> None:
+    def read(path: str | None, request: gr.Request) -> list[Any]:
+        if path is None:
+            return [gr.skip()] * len(fields)
+        owner = owner_of(request)
+        try:
+            recalled = worker.recall(owner, Path(path))
+        except TransplantError as error:
+            worker.refuse(owner, error)
+            return [gr.skip()] * len(fields)
+        return [recalled.fields.get(name, gr.skip()) for name in fields]
+
+    file.upload(read, file, list(fields.values()), **QUIET)
+
+
+def _seed_of(infotext: str) -> int:
+    return int(parse_infotext(infotext).get("Seed", -1))
+
+
+def _samplers(worker: Worker) -> tuple[str, ...]:
+    return worker.holding.samplers if worker.holding else (DEFAULT_SAMPLER,)
+
+
+def _makes_video(worker: Worker) -> bool:
+    return worker.holding is not None and worker.holding.makes_video
 
 
 def _gallery_update(saved: tuple[Saved, ...]) -> Any:

@@ -13,7 +13,7 @@ from transplant.errors import TransplantError
 from transplant.pictures import png_bytes
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from transplant.generate import Picture
 
 
 class PictureStore:
@@ -28,8 +28,8 @@ class PictureStore:
         self.outputs = outputs
         self.temporary = Path(tempfile.mkdtemp(prefix="transplant-"))
 
-    def save(self, image: Image, seed: int, infotext: str, keep: bool) -> Path:
-        """Write a PNG with `infotext` in its metadata, as NNNNN-seed.png.
+    def save(self, picture: Picture, infotext: str, keep: bool) -> Path:
+        """Write a PNG with `infotext` in its metadata, as NNNNN-seed.png; an animated one where it is a video.
 
         Raises:
             TransplantError: it cannot be written.
@@ -37,7 +37,7 @@ class PictureStore:
         folder = (self.outputs if keep else self.temporary) / date.today().isoformat()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return _write(folder, seed, png_bytes(image, infotext))
+            return _write(folder, picture.seed, png_bytes(picture.image, infotext, picture.more_frames))
         except OSError as error:
             reason = error.strerror or str(error)
             raise TransplantError(f"the picture cannot be saved in {folder} ({reason})") from error

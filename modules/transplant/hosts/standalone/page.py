@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from transplant.hosts.standalone.jobs import Job, Notice
-from transplant.hosts.standalone.worker import Holding
+from transplant.hosts.standalone.models import Holding
 from transplant.options import Effect, Option
 from transplant.slots import DEFAULT
 
@@ -22,10 +22,11 @@ EFFECTS: dict[Effect, str] = {
 Choice = tuple[str, str]
 
 
-def status(job: Job | None, waiting: int, holding: Holding | None) -> str:
-    """The status line: what is being done and how far it is, or what is loaded."""
+def status(job: Job | None, waiting: int, holding: Holding | None, not_loaded: Sequence[str] = ()) -> str:
+    """The status line: what is being done and how far it is, or what is loaded and what is only selected."""
     if job is None:
-        return f'<div class="tp-status" role="status">{escape(_idle(holding))}</div>'
+        later = f" · the next picture loads {' and '.join(not_loaded)}" if not_loaded else ""
+        return f'<div class="tp-status" role="status">{escape(_idle(holding) + later)}</div>'
     percent = None if job.fraction is None else min(max(round(100 * job.fraction), 0), 100)
     parts = [job.text or job.title]
     if percent is not None:
@@ -84,5 +85,13 @@ def applied(options: Sequence[Option]) -> Notice:
 def _idle(holding: Holding | None) -> str:
     if holding is None:
         return "Nothing is loaded."
-    transformer = "its own transformer" if holding.override == DEFAULT else f"the transformer {holding.override}"
-    return f"{holding.base} with {transformer}, {holding.how}"
+    files = [name for name in holding.overrides.values() if name != DEFAULT]
+    if not files:
+        what = "its own transformer" if len(holding.overrides) == 1 else "its own transformers"
+    elif len(holding.overrides) == 1:
+        what = f"the transformer {files[0]}"
+    else:
+        own = "its own"
+        first, second = (own if name == DEFAULT else name for name in holding.overrides.values())
+        what = f"the transformers {first} and {second}"
+    return f"{holding.base} with {what}, {holding.how}"

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,9 @@ from transplant.options import OPTIONS, option
 from transplant.storage import write_atomically
 
 log = logging.getLogger("transplant")
+
+_OVERLAY: ContextVar[Mapping[str, Any]] = ContextVar("overlay")
+"""Values that hold for one job; each thread has its own."""
 
 
 class Settings:
@@ -39,8 +44,17 @@ class Settings:
     def get(self, key: str) -> Any:
         """The option's value. Raises OptionError for an unknown key."""
         with self._lock:
-            value = self._values[option(key).key]
+            value = _OVERLAY.get({}).get(key, self._values[option(key).key])
             return list(cast("list[str]", value)) if isinstance(value, list) else value
+
+    @contextmanager
+    def overlaid(self, values: Mapping[str, Any]) -> Generator[None]:
+        """Within this context, and in this thread only, options have these values; nothing is saved."""
+        token = _OVERLAY.set(dict(values))
+        try:
+            yield
+        finally:
+            _OVERLAY.reset(token)
 
     def set_many(self, values: Mapping[str, object], dynamic: Mapping[str, Sequence[str]] | None = None) -> list[str]:
         """Check every value, then set and save them all, or none.

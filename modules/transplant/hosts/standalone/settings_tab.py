@@ -9,7 +9,7 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone import controls, page, quicksettings
 from transplant.hosts.standalone.jobs import Notice, sentence
-from transplant.hosts.standalone.live import follow, owner_of
+from transplant.hosts.standalone.live import Follower, follow, owner_of
 from transplant.hosts.standalone.worker import FP8, Worker
 from transplant.options import OPTIONS, option
 
@@ -24,12 +24,13 @@ def draw(worker: Worker) -> None:
         with gr.Row(elem_classes="tp-section"):
             members = [known for known in shown if known.section == section]
             components += [controls.build(worker, known, with_help=True) for known in members]
-    pairs = list(zip(shown, components, strict=True))
-    followers = [
-        controls.follower(worker, known, one) for known, one in pairs if known.choices in ("bases", "overrides")
-    ]
-    noted = [controls.note_follower(worker, known, one, with_help=True) for known, one in pairs if known.key == FP8]
-    follow([*followers, *noted])
+    followers: list[Follower] = []
+    for known, one in zip(shown, components, strict=True):
+        if known.choices in ("bases", "overrides"):
+            followers += [controls.follower(worker, known, one), *controls.shown_while_of_use(worker, known, one)]
+        elif known.key == FP8:
+            followers.append(controls.note_follower(worker, known, one, with_help=True))
+    follow(followers)
 
     def apply(request: gr.Request, *values: object) -> str:
         changed = {

@@ -1,0 +1,326 @@
+"""The models that the settings name, brought into the session: everything here runs on the worker's thread.
+
+The settings say what is selected, `holding` says what is loaded; after each load they are held against each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from transplant.digest import Digests
+from transplant.errors import TransplantError, printable
+from transplant.hosts.standalone.folders import BASES, OVERRIDES, Catalog, find, list_bases, list_overrides
+from transplant.hosts.standalone.jobs import Job, Notice, sentence
+from transplant.hosts.standalone.settings import Settings
+from transplant.samplers import sampler_names
+from transplant.slots import DEFAULT, SLOTS, Override, SlotKind, name_of, stamp_of
+
+if TYPE_CHECKING:
+    from transplant.hosts.base import Host
+    from transplant.pipeline import Outcome, Session
+
+log = logging.getLogger("transplant")
+
+BASE, FP8 = "sd_model_checkpoint", "fp8_storage"
+SLOT_OF = {kind.option: kind for kind in SLOTS}
+"""The slot behind each option."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What is loaded.
+
+    Attributes:
+        base: the base model's name.
+        pipeline: class name of its pipeline.
+        overrides: what each slot that the pipeline has holds: a file's name or Default, by the slot's option.
+        how: compute dtype and device, for people.
+        samplers: what it can draw with.
+        makes_video: whether it can make more than one frame.
+    """
+
+    base: str
+    pipeline: str
+    overrides: Mapping[str, str]
+    how: str
+    samplers: tuple[str, ...]
+    makes_video: bool
+
+
+@dataclass(frozen=True)
+class Note:
+    """What an option does for what is loaded.
+
+    Attributes:
+        text: a sentence.
+        enabled: False where it can do nothing on this device.
+    """
+
+    text: str
+    enabled: bool
+
+
+class Models:
+    """The session, and what the settings want of it.
+
+    Attributes:
+        holding: what is loaded; None while nothing is.
+        missing: base model and overrides that the settings name and the folders lack.
+        notes: what an option does for what is loaded, by key, for those whose effect depends on it.
+        keep_settings: True while a job has models of its own for a while: what is loaded then is not saved.
+    """
+
+    def __init__(
+        self, host: Host, settings: Settings, catalog: Catalog, digests: Digests, on_change: Callable[[], None]
+    ) -> None:
+        self.holding: Holding | None = None
+        self.missing: frozenset[str] = frozenset()
+        self.notes: dict[str, Note] = {}
+        self.keep_settings = False
+        self._wanted_load = self._done_load = 0
+        self._host = host
+        self._settings = settings
+        self._catalog = catalog
+        self._digests = digests
+        self._on_change = on_change
+        self._session: Session | None = None
+        self._names: dict[Path, str] = {}
+
+    def session(self) -> Session:
+        """The session, made at first need: this imports torch and diffusers."""
+        if self._session is None:
+            from diffusers.utils import logging as diffusers_logging
+            from transformers.utils import logging as transformers_logging
+
+            from transplant.pipeline import Session
+
+            diffusers_logging.disable_progress_bar()
+            transformers_logging.disable_progress_bar()
+            self._session = Session(self._host)
+        return self._session
+
+    def outdate(self) -> None:
+        """An option that loads depend on has changed; may be called from any thread."""
+        self._wanted_load += 1
+
+    def pipeline(self) -> Any:
+        """The loaded pipeline. Raises TransplantError while there is none."""
+        pipeline = self.session().pipeline
+        if pipeline is None:
+            raise TransplantError("no base model is loaded: choose one first")
+        return pipeline
+
+    def load_at_start(self, job: Job) -> Notice | None:
+        """Make the demo where there is nothing else, and load what the settings name."""
+        if self._catalog.needs_demo:
+            job.report("Making the demo", None)
+            self._catalog.make_demo()
+            self._catalog.refresh(self._settings.get("transplant_hub_cache"))
+            self._on_change()
+        self._forget_demo()
+        problems = list(self._settings.warnings)
+        if self.selected_base():
+            job.report(f"Loading {self.selected_base()}", None)
+            notice = self.load_base(self.selected_base(), {})
+            problems += [notice.text] if notice else []
+        return Notice("warning", " ".join(problems)) if problems else None
+
+    def selected_base(self) -> str:
+        """The base model that the settings name; the only one where they name none."""
+        bases = list(self._catalog.bases)
+        return self._settings.get(BASE) or (bases[0] if len(bases) == 1 else "")
+
+    def load_base(self, name: str, wanted: Mapping[str, str]) -> Notice | None:
+        """Load a base model with files in its slots.
+
+        Args:
+            name: the base model.
+            wanted: files by slot option. A slot that is not named keeps what is selected for it, where the base
+                model is of the same type as the one before.
+
+        Returns:
+            What could not be done as wanted.
+        """
+        path = find(self._catalog.bases, name)
+        if path is None:
+            self.missing = frozenset({name})
+            folder = self._catalog.models_dir / BASES
+            raise TransplantError(
+                f"the base model {name} is missing from {folder}: put it back and refresh, or choose another"
+            )
+        told: list[Notice] = []
+        chosen = self._chosen(path, wanted, told)
+        overrides = {key: self._override(entry) for key, entry in chosen.items()}
+        missing = frozenset(entry for key, entry in chosen.items() if overrides[key] is None and entry != DEFAULT)
+        self._names[path] = name
+        load = self._wanted_load
+        try:
+            outcome = self.session().load_base(path, *(overrides[key] for key in SLOT_OF))
+            self.missing, self._done_load = missing, load
+        finally:
+            self._record()
+        if missing:
+            told.append(self._lacking(missing))
+        return _together([*told, *self._refusal(outcome)])
+
+    def choose(self, key: str, name: str) -> Notice | None:
+        """Put an override into a slot of the loaded base model; load that first where nothing is.
+
+        Args:
+            key: the slot's option.
+            name: the file's entry, or Default.
+        """
+        if self.session().pipeline is None or self._is_outdated():
+            return self.load_base(self._needed_base(), {key: name})
+        override = self._override(name)
+        if override is None and name != DEFAULT:
+            raise TransplantError(f"{name} is not there any more: refresh the list")
+        try:
+            outcome = self.session().choose(override, SLOT_OF[key])
+        finally:
+            self.missing -= {self._settings.get(key)}
+            self._record()
+        return _together(self._refusal(outcome, SLOT_OF[key]))
+
+    def settle(self) -> Notice | None:
+        """Load what is selected and not loaded: nothing where it is, also where a file was changed on disk."""
+        base, held = self._needed_base(), self.holding.overrides if self.holding else {}
+        selected = {key: self._settings.get(key) for key in SLOT_OF}
+        if self.holding is None or base != self.holding.base or self._is_outdated():
+            # What was chosen since the last load was chosen for this base model.
+            return self.load_base(base, {key: name for key, name in selected.items() if name != held.get(key, DEFAULT)})
+        notices: list[Notice] = []
+        for key in held:
+            name = selected[key]
+            if name != DEFAULT and find(self._catalog.overrides, name) is None:
+                continue  # it is shown as missing, and what is loaded stays
+            notice = self.choose(key, name)
+            notices += [notice] if notice else []
+        return _together(notices)
+
+    def load_again(self) -> Notice | None:
+        """Load what is loaded again, with the settings of now."""
+        if self.holding is None:
+            return None
+        return self.load_base(self.holding.base, {})
+
+    def picture_names(self) -> dict[str, str]:
+        """What made a picture, for its metadata: base model, and each file with its hash."""
+        names = {"Model": printable(self.holding.base)} if self.holding else {}
+        for slot in self.session().slots.values():
+            if slot.loaded is None or slot.loaded.override is None:
+                continue
+            override, title = slot.loaded.override, slot.kind.title
+            names[title] = printable(override.name)
+            try:
+                if stamp_of(override.path) == slot.loaded.stamp:
+                    names[f"{title} hash"] = self._digests.short(override.path)
+            except OSError as error:
+                log.warning("%s: no hash for the metadata (%s)", override.path.name, error.strerror)
+        return names
+
+    def _chosen(self, path: Path, wanted: Mapping[str, str], told: list[Notice]) -> dict[str, str]:
+        """The entry for each slot, by option; what had to be set back to Default is told."""
+        from transplant.base_model import read_base
+
+        base = read_base(path)
+        is_other_type = self.holding is not None and self.holding.pipeline != base.pipeline
+        chosen = {key: self._settings.get(key) for key in SLOT_OF} | dict(wanted)
+        for key, kind in SLOT_OF.items():
+            is_lacking = kind.component_in(base) is None
+            if chosen[key] == DEFAULT or not (is_lacking or (is_other_type and key not in wanted)):
+                continue
+            why = "has no second transformer" if is_lacking else "is another type of model"
+            told.append(Notice("info", f"{chosen[key]} is not used: {self._called(path)} {why}."))
+            chosen[key] = DEFAULT
+        return chosen
+
+    def _is_outdated(self) -> bool:
+        return self._done_load != self._wanted_load
+
+    def _called(self, path: Path) -> str:
+        return next((name for name, known in self._catalog.bases.items() if known == path), path.name)
+
+    def _needed_base(self) -> str:
+        name = self.selected_base()
+        if not name:
+            raise TransplantError("no base model is chosen: choose one first")
+        return name
+
+    def _override(self, name: str) -> Override | None:
+        path = find(self._catalog.overrides, name)
+        return None if path is None or name == DEFAULT else Override(name, path)
+
+    def _lacking(self, missing: frozenset[str]) -> Notice:
+        folder = self._catalog.models_dir / OVERRIDES
+        names, verb = " and ".join(sorted(missing)), "is" if len(missing) == 1 else "are"
+        return Notice(
+            "warning",
+            f"The override {names} {verb} missing from {folder}. The base model's own transformer is loaded; "
+            "put the file back and refresh, or choose another.",
+        )
+
+    def _refusal(self, outcome: Outcome, kind: SlotKind | None = None) -> list[Notice]:
+        """What is to be said of a refused file, and what is loaded in its place."""
+        if outcome.refused is None:
+            return []
+        slots = self.session().slots
+        kind = kind or next((slot.kind for slot in slots.values() if slot.failed), SLOTS[0])
+        kept = name_of(slots[kind.name].loaded)
+        stays = "The base model's own transformer is" if kept == DEFAULT else f"{kept} stays"
+        return [Notice("error", f"{sentence(str(outcome.refused))} {stays} loaded.")]
+
+    def _record(self) -> None:
+        """Hold the settings against what is really loaded, and save them so."""
+        from transplant.generate import makes_video
+
+        session = self.session()
+        fp8 = session.fp8_outlook()
+        self.notes = {FP8: Note(fp8.text, fp8.possible)}
+        if session.base is None or session.pipeline is None:
+            self.holding = None
+            return
+        overrides: dict[str, str] = {}
+        selected = dict.fromkeys(SLOT_OF, DEFAULT)
+        for key, kind in SLOT_OF.items():
+            slot = session.slots[kind.name]
+            if kind.component_in(session.base) is None:
+                continue
+            overrides[key], selected[key] = name_of(slot.loaded), slot.selected
+            if slot.loaded and slot.loaded.override:
+                self._digests.start(slot.loaded.override.path)
+        how = f"{str(session.pipeline.dtype).removeprefix('torch.')} on {session.pipeline.device}"
+        base = self._names[session.base.path]
+        self.holding = Holding(
+            base, session.base.pipeline, overrides, how,
+            tuple(sampler_names(cast("Any", session.pipeline).scheduler)), makes_video(session.pipeline),
+        )  # fmt: skip
+        kept = {key for key in SLOT_OF if self._settings.get(key) in self.missing}
+        if not self.keep_settings:
+            self._save({BASE: base, **{key: name for key, name in selected.items() if key not in kept}})
+
+    def _forget_demo(self) -> None:
+        """Settings that name the demo count as not set once it is not offered any more."""
+        if self._settings.get(BASE) in self._catalog.bases:
+            return
+        if self._settings.get(BASE) in list_bases(self._catalog.demo_dir, False):
+            demo = list_overrides(self._catalog.demo_dir)
+            self._save({BASE: "", **{key: DEFAULT for key in SLOT_OF if self._settings.get(key) in demo}})
+
+    def _save(self, values: Mapping[str, str]) -> None:
+        try:
+            self._settings.set_many(values)
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", self._settings.path, error.strerror)
+
+
+def _together(notices: list[Notice]) -> Notice | None:
+    """Several notices as one, as bad as the worst of them."""
+    if not notices:
+        return None
+    worst = max(notices, key=lambda notice: ("info", "warning", "error").index(notice.level))
+    return Notice(worst.level, " ".join(notice.text for notice in notices))
