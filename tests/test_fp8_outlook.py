@@ -21,8 +21,9 @@ from tiny_models import make_demo, random_z_image, save, tiny_z_image_config
 from transplant.fp8_outlook import outlook, sizes_of
 from transplant.fp8_storage import store_in_fp8
 from transplant.hosts.base import LoadSettings, PlainHost
-from transplant.hosts.standalone.worker import BASE, make_request
+from transplant.hosts.standalone.models import BASE
 from transplant.pipeline import Session
+from transplant.request import make_request
 from transplant.sdnq_bridge import Compute
 from transplant.slots import Override
 
@@ -106,7 +107,7 @@ def studio(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def transformer(studio: Studio) -> torch.nn.Module:
-    session = studio.worker._session
+    session = studio.worker.models.session()
     assert session is not None and session.transformer is not None
     return session.transformer
 

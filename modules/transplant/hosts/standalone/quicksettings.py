@@ -9,7 +9,8 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone import controls
 from transplant.hosts.standalone.live import Follower, follow, owner_of
-from transplant.hosts.standalone.worker import FP8, Worker
+from transplant.hosts.standalone.models import FP8
+from transplant.hosts.standalone.worker import Worker
 from transplant.options import OPTIONS, Option
 from transplant.slots import PRIMARY, SECONDARY
 

@@ -10,7 +10,8 @@ from transplant.errors import TransplantError
 from transplant.hosts.standalone import controls, page, quicksettings
 from transplant.hosts.standalone.jobs import Notice, sentence
 from transplant.hosts.standalone.live import Follower, follow, owner_of
-from transplant.hosts.standalone.worker import FP8, Worker
+from transplant.hosts.standalone.models import FP8
+from transplant.hosts.standalone.worker import Worker
 from transplant.options import OPTIONS, option
 
 

@@ -16,7 +16,7 @@ from transplant.errors import TransplantError
 from transplant.hosts.standalone.folders import Catalog, find
 from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Notice, Saved, sentence
-from transplant.hosts.standalone.models import BASE, FP8, SLOT_OF, Holding, Models, Note
+from transplant.hosts.standalone.models import BASE, SLOT_OF, Holding, Models, Note
 from transplant.hosts.standalone.recall import Recalled, recall
 from transplant.hosts.standalone.settings import Settings
 from transplant.options import OPTIONS, option
