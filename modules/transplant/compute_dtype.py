@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from transplant.adapters import AdapterGuard
+
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
 
@@ -20,7 +22,10 @@ _ATTRIBUTE = "_transplant_compute_dtype"
 
 
 def record_compute_dtype(model: Model, dtype: torch.dtype) -> Model:
-    """Make `model.dtype` say `dtype`. The model stays an instance of its own class, under the same name."""
+    """Make `model.dtype` say `dtype`, and adapters be loaded as such a model bears them (see adapters.py).
+
+    The model stays an instance of its own class, under the same name.
+    """
     model.__class__ = _with_recorded_dtype(type(model))
     setattr(model, _ATTRIBUTE, dtype)
     return model
@@ -41,4 +46,5 @@ def _with_recorded_dtype(cls: type) -> type:
         return getattr(self, _ATTRIBUTE)
 
     members = {"dtype": property(dtype), "_transplant_recorded": True, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), {**members, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__})
+    bases = (AdapterGuard, cls) if hasattr(cls, "load_lora_adapter") else (cls,)
+    return type(cls.__name__, bases, {**members, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__})

@@ -45,6 +45,20 @@ class OptionError(TransplantError):
         self.value = value
 
 
+class AdapterRefused(TransplantError):
+    """A LoRA that cannot be right on weights that are stored narrower than they compute; nothing was changed.
+
+    Attributes:
+        problem: why.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"the LoRA cannot be used on these weights: {problem}; {remedy}")
+        self.problem = problem
+        self.remedy = remedy
+
+
 class LoadCancelled(TransplantError):
     """The user cancelled a load. What was loaded before is unchanged or restored."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from transplant.adapters import let_adapters_compute_in
 from transplant.compute_dtype import record_compute_dtype
 from transplant.dtype_readers import dtype_readers, is_under
 
@@ -101,9 +102,14 @@ def castable_layers(network: torch.nn.Module, patterns: Iterable[str]) -> tuple[
         parent = name.rpartition(".")[0]
         if parent in skipped or (name and any(pattern.search(name) for pattern in compiled)):
             skipped.add(name)
-        elif type(module) in _LAYERS and not is_under(name, readers):
+        elif type(module) in _LAYERS and not is_under(name, readers) and not _is_adapter(name):
             found.append(name)
     return tuple(found)
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a module is a part of one of PEFT's adapters, which are small and stay as they are."""
+    return any(part.startswith(("lora_", "lokr_", "hada_")) for part in name.split("."))
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,10 +146,11 @@ def hook_fp8_layers(model: ModelMixin, dtype: torch.dtype, name: str) -> int:
     Returns:
         How many layers rest in fp8.
     """
-    plain = [module for module in model.modules() if type(module) in _LAYERS]
+    plain = [module for name, module in model.named_modules() if type(module) in _LAYERS and not _is_adapter(name)]
     held = [module for module in plain if any(p.dtype in FP8 for p in module.parameters(recurse=False))]
     for module in held:
         _hook(module, dtype)
+        let_adapters_compute_in(module, dtype)
     if held:
         record_compute_dtype(model, dtype)
     megabytes = sum(parameter.nbytes for parameter in model.parameters()) / 2**20

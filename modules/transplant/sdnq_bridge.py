@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from transplant.adapters import let_adapters_compute_in
 from transplant.errors import OptionError
 from transplant.formats.base import Codes, Form
 
@@ -127,6 +128,7 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
     if codes.input_scale is not None:
         layer.register_buffer("pre_quant_scale", codes.input_scale)
         layer.register_forward_pre_hook(_scale_input)
+    let_adapters_compute_in(layer, dtype)
     return layer
 
 
@@ -325,6 +327,7 @@ class InFlight:
 
         module.weight = torch.nn.Parameter(weight.to(torch.float32), requires_grad=False)
         layer, self._config = sdnq_quantize_layer(module, self._config, torch_dtype=self._dtype, param_name=name)
+        let_adapters_compute_in(layer, self._dtype)
         return layer
 
     def finish(self, model: ModelMixin) -> None:
