@@ -186,6 +186,11 @@ class JobQueue:
         with self._changed:
             return self._running, len(self._waiting)
 
+    def jobs_of(self, owner: str) -> list[Job]:
+        """The jobs that someone asked for, in order."""
+        with self._changed:
+            return [job for job in self._recent if job.owner == owner]
+
     def latest(self, owner: str, with_pictures: bool = False) -> Job | None:
         """The newest job that is of interest to someone: their own, or one of everyone's."""
         with self._changed:

@@ -181,25 +181,30 @@ def _leave() -> None:
 
 
 def application(arguments: Arguments, worker: Worker, lines: Any) -> Any:
-    """The ASGI application: the page, behind the checks."""
+    """The ASGI application: the API and the page, behind the checks."""
     import gradio as gr
     from fastapi import FastAPI
 
-    from transplant.hosts.standalone import ui
-    from transplant.hosts.standalone.guard import LocalOnly
+    from transplant.hosts.standalone import api, ui
+    from transplant.hosts.standalone.guard import LocalOnly, Login
 
     hidden: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(**hidden)
+    app = FastAPI(title="Transplant", **hidden)
     if arguments.address == LOCAL:
         app.add_middleware(LocalOnly)
+    login = Login(arguments.login)
+    app.include_router(api.router(worker, login.check))
+    app.include_router(api.description(app, login.check))
     style = ROOT / "style.css"
-    return gr.mount_gradio_app(
+    mounted = gr.mount_gradio_app(
         app, ui.build(worker, lines), path="/", auth=arguments.login,
         allowed_paths=[str(arguments.data_dir / "outputs")], footer_links=[],
         app_kwargs=hidden,
         ssr_mode=False, show_error=True, enable_monitoring=False, pwa=False, mcp_server=False,
         theme=ui.theme(), css_paths=[style] if style.is_file() else None,
     )  # fmt: skip
+    login.accept_page(mounted)
+    return mounted
 
 
 def _serve(arguments: Arguments, listener: socket.socket, app: Any, worker: Worker) -> None:

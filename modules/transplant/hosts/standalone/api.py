@@ -1,0 +1,263 @@
+"""The HTTP API: SD.Next's routes for options, models and pictures, and our own for what a file is.
+
+Requests are queued as those of the page are. A request that loads or draws is answered when that is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from transplant.errors import OptionError, OverrideArchMismatch, TransplantError
+from transplant.hosts.standalone.api_page import api_page
+from transplant.hosts.standalone.folders import find
+from transplant.hosts.standalone.jobs import Job
+from transplant.hosts.standalone.models import BASE
+from transplant.hosts.standalone.worker import Worker
+from transplant.options import OPTIONS
+from transplant.request import make_request
+from transplant.slots import PRIMARY, SLOTS
+
+POLL_SECONDS = 0.05
+
+
+class TextToImage(BaseModel):
+    """Body of /sdapi/v1/txt2img: SD.Next's names, of its fields those that apply. Others are ignored, as there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    prompt: str = ""
+    negative_prompt: str = ""
+    steps: int = 8
+    cfg_scale: float = 1.0
+    width: int = 256
+    height: int = 256
+    seed: int = Field(-1, description="-1 draws one")
+    n_iter: int = Field(1, description="number of pictures, times batch_size")
+    batch_size: int = 1
+    sampler_name: str | None = None
+    frames: int = Field(1, description="frames of a video, where the base model makes one")
+    send_images: bool = True
+    override_settings: dict[str, Any] = Field(
+        default_factory=dict, description="option values for this request alone; what was set before is set again"
+    )
+
+
+def router(worker: Worker, allow: Callable[[Request], Awaitable[None]]) -> APIRouter:
+    """The routes.
+
+    Args:
+        worker: what does the work.
+        allow: raises HTTPException for requests that are not let in.
+    """
+    routes = APIRouter(dependencies=[Depends(allow)])
+    owners = (f"api-{number}" for number in itertools.count(1))
+    _add_options(routes, worker, owners)
+    _add_models(routes, worker, owners)
+    _add_pictures(routes, worker, owners)
+    _add_files(routes, worker)
+    return routes
+
+
+def description(app: FastAPI, allow: Callable[[Request], Awaitable[None]]) -> APIRouter:
+    """What the API offers: /openapi.json for programs, /docs for people, made of it without anyone else's scripts."""
+    routes = APIRouter(dependencies=[Depends(allow)], include_in_schema=False)
+
+    @routes.get("/openapi.json")
+    async def openapi() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        return app.openapi()
+
+    @routes.get("/docs", response_class=HTMLResponse)
+    async def docs() -> str:  # pyright: ignore[reportUnusedFunction]
+        return api_page(app.openapi())
+
+    return routes
+
+
+def _add_options(routes: APIRouter, worker: Worker, owners: Any) -> None:
+    @routes.get("/sdapi/v1/options", summary="The value of every option")
+    async def get_options() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        return {known.key: worker.settings.get(known.key) for known in OPTIONS}
+
+    @routes.post("/sdapi/v1/options", summary="Set options; answers when what they load is loaded")
+    async def set_options(values: dict[str, Any]) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        owner = next(owners)
+        try:
+            changed = worker.set_options(owner, values)
+        except OptionError as error:
+            raise HTTPException(422, str(error)) from error
+        except TransplantError as error:
+            raise HTTPException(500, str(error)) from error
+        messages = [message for job in worker.queue.jobs_of(owner) if (message := await _finished(job))]
+        return {"updated": changed, "messages": messages}
+
+
+def _add_models(routes: APIRouter, worker: Worker, owners: Any) -> None:
+    @routes.get("/sdapi/v1/sd-models", summary="The base models")
+    async def models() -> list[dict[str, Any]]:  # pyright: ignore[reportUnusedFunction]
+        return [
+            {"title": name, "model_name": name, "filename": str(path), "type": "diffusers", "hash": None}
+            for name, path in worker.catalog.bases.items()
+        ]
+
+    @routes.get("/sdapi/v1/unets", summary="The files for the slots, with what each of them is")
+    def unets() -> list[dict[str, Any]]:  # pyright: ignore[reportUnusedFunction]
+        return [
+            {"name": name, "filename": str(path), **_identified(path)}
+            for name, path in worker.catalog.overrides.items()
+        ]
+
+    @routes.get("/sdapi/v1/samplers", summary="The samplers of the loaded base model")
+    async def samplers() -> list[dict[str, Any]]:  # pyright: ignore[reportUnusedFunction]
+        return [{"name": name, "aliases": [], "options": {}} for name in (worker.holding or _NOTHING).samplers]
+
+    async def refresh() -> dict[str, Any]:
+        owner = next(owners)
+        await run_in_threadpool(worker.refresh, owner)
+        return {"messages": [message for job in worker.queue.jobs_of(owner) if (message := await _finished(job))]}
+
+    for name in ("unets", "checkpoints"):
+        routes.add_api_route(
+            f"/sdapi/v1/refresh-{name}", refresh, methods=["POST"], summary="Look at the folders again"
+        )
+
+
+def _add_pictures(routes: APIRouter, worker: Worker, owners: Any) -> None:
+    @routes.post("/sdapi/v1/txt2img", summary="Make pictures")
+    async def txt2img(body: TextToImage) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        try:
+            wanted = make_request(
+                body.prompt, body.negative_prompt, body.steps, body.cfg_scale, body.width, body.height, body.seed,
+                body.n_iter * body.batch_size, body.sampler_name, body.frames,
+            )  # fmt: skip
+            job = worker.generate(next(owners), wanted, body.override_settings)
+        except OptionError as error:
+            raise HTTPException(422, str(error)) from error
+        message = await _finished(job)
+        files = [await run_in_threadpool(saved.path.read_bytes) for saved in job.pictures if body.send_images]
+        told = {"infotexts": [saved.infotext for saved in job.pictures], "seed": wanted.seed}
+        told |= {"messages": [message]} if message else {}
+        return {
+            "images": [base64.b64encode(data).decode() for data in files],
+            "parameters": body.model_dump(),
+            "info": json.dumps(told),
+        }
+
+    @routes.get("/sdapi/v1/progress", summary="What is being done and how far it is")
+    async def progress() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        job, waiting = worker.queue.current()
+        fraction = (job.fraction or 0) if job else 0
+        state = {"job": job.title if job else "", "job_count": waiting + bool(job), "interrupted": False}
+        return {
+            "progress": fraction,
+            "eta_relative": (job.remaining() or 0) if job else 0,
+            "state": state,
+            "current_image": None,
+            "textinfo": job.text if job else "",
+        }
+
+    @routes.post("/sdapi/v1/interrupt", summary="End the job at hand")
+    async def interrupt() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        job, _ = worker.queue.current()
+        if job is not None:
+            worker.queue.cancel(job.number)
+        return {}
+
+
+def _add_files(routes: APIRouter, worker: Worker) -> None:
+    @routes.get("/transplant/v1/inspect", summary="What a file is, from its header")
+    def inspect(file: str) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        return _refusing(lambda: _inspected(_path_of(worker.catalog.overrides, file)))
+
+    @routes.get("/transplant/v1/plan", summary="What loading a file over a base model would do and cost")
+    def plan(  # pyright: ignore[reportUnusedFunction]
+        file: str, base: str = "", slot: str = PRIMARY.option
+    ) -> dict[str, Any]:
+        path = _path_of(worker.catalog.overrides, file)
+        base_path = _path_of(worker.catalog.bases, base or worker.settings.get(BASE))
+        return _refusing(lambda: _planned(worker, path, base_path, slot))
+
+
+class _NOTHING:
+    samplers: tuple[str, ...] = ()
+
+
+async def _finished(job: Job) -> str | None:
+    """Wait for a job without holding a thread; what it has to say.
+
+    Raises:
+        HTTPException: it failed or was cancelled, with its sentence.
+    """
+    while not job.is_over:
+        await asyncio.sleep(POLL_SECONDS)
+    text = job.notice.text if job.notice else None
+    if job.status == "finished" and not (job.notice and job.notice.level == "error"):
+        return text
+    raise HTTPException(409 if job.status == "cancelled" else 422, text or f"{job.title} {job.status}.")
+
+
+def _path_of(names: Mapping[str, Path], name: str) -> Path:
+    path = find(names, name)
+    if path is None:
+        raise HTTPException(404, f"There is no {name!r} in the list.")
+    return path
+
+
+def _refusing(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The answer, or the refusal as one: that a file does not fit is what was asked."""
+    try:
+        return work()
+    except OverrideArchMismatch as refusal:
+        told = {"file": str(refusal.file), "verdict": "refused", "reason": type(refusal).__name__}
+        return {**told, "message": str(refusal), "problem": refusal.problem, "remedy": refusal.remedy}
+    except TransplantError as error:
+        raise HTTPException(422, str(error)) from error
+
+
+def _inspected(path: Path) -> dict[str, Any]:
+    from transplant.architectures.detect import identify
+    from transplant.checkpoint.header import read_header
+    from transplant.checkpoint.naming import normalise
+    from transplant.view import file_json
+
+    header = read_header(path)
+    keys = normalise(header.path, header.tensors)
+    return file_json(header, keys, identify(keys))
+
+
+def _planned(worker: Worker, path: Path, base_path: Path, slot: str) -> dict[str, Any]:
+    from transplant.base_model import read_base
+    from transplant.plan import plan
+    from transplant.view import plan_json
+
+    kind = next((kind for kind in SLOTS if kind.option == slot), None)
+    if kind is None:
+        raise OptionError("slot", slot, f"must be one of {', '.join(kind.option for kind in SLOTS)}, not {slot!r}")
+    base, settings = read_base(base_path), worker.load_settings()
+    component = kind.component_in(base)
+    if component is None:
+        raise TransplantError(f"{base_path.name}: a {base.pipeline} has nothing for {slot}")
+    planned = plan(
+        path, base, component=component, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap,
+        compute=settings.compute,
+    )  # fmt: skip
+    return plan_json(planned)
+
+
+def _identified(path: Path) -> dict[str, Any]:
+    """Kind and architecture; why not, where the file cannot be read."""
+    try:
+        told = _inspected(path)
+    except TransplantError as error:
+        return {"kind": None, "architecture": None, "problem": str(error)}
+    return {"kind": told.get("kind"), "architecture": told.get("architecture"), "problem": None}

@@ -1,0 +1,238 @@
+"""The HTTP API against the real application, without a browser: SD.Next's routes, and what a file is."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from PIL import Image
+
+from transplant.digest import Digests
+from transplant.hosts.standalone.folders import Catalog
+from transplant.hosts.standalone.images import PictureStore
+from transplant.hosts.standalone.log_panel import LogLines
+from transplant.hosts.standalone.server import LOCAL, Arguments, application
+from transplant.hosts.standalone.settings import Settings
+from transplant.hosts.standalone.worker import Worker
+from transplant.options import OPTIONS
+
+HOME = "http://127.0.0.1:7860"
+SMALL = {"prompt": "a cat", "steps": 2, "width": 64, "height": 64, "seed": 3}
+
+
+class Served:
+    """The application over a worker on the demo."""
+
+    def __init__(self, folder: Path, login: tuple[str, str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"transplant_hub_cache": False}))
+        self.pictures = PictureStore(folder / "outputs")
+        catalog = Catalog(folder / "models", folder / "demo" / "models")
+        self.worker = Worker(Settings(folder / "config.json"), catalog, self.pictures, Digests(), "cpu")
+        self.worker.start()
+        arguments = Arguments(LOCAL, 7860, login, folder, folder / "models", "cpu", None, False)
+        self.client = TestClient(application(arguments, self.worker, LogLines()), base_url=HOME)
+
+    def get(self, path: str, status: int = 200, **query: str) -> Any:
+        answer = self.client.get(path, params=query)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def draw(self, status: int = 200, **changes: Any) -> Any:
+        answer = self.post("/sdapi/v1/txt2img", {**SMALL, **changes}, status)
+        return answer if status != 200 else pixels(answer)
+
+    def close(self) -> None:
+        assert self.worker.stop()
+        self.pictures.close()
+
+
+def pixels(answer: Any) -> bytes:
+    return Image.open(io.BytesIO(base64.b64decode(answer["images"][0]))).tobytes()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("api"))
+    served.draw()  # waits for the start
+    yield served
+    served.close()
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(served: Served) -> Iterator[None]:
+    yield
+    served.post("/sdapi/v1/options", {"sd_unet": "Default"})
+
+
+def test_options_are_read_and_set_and_what_they_load_is_loaded(served: Served) -> None:
+    values = served.get("/sdapi/v1/options")
+    assert list(values) == [option.key for option in OPTIONS]
+    own = served.draw()
+    answer = served.post("/sdapi/v1/options", {"sd_unet": "demo-comfyui-bf16"})
+    assert answer == {"updated": ["sd_unet"], "messages": []}
+    assert served.worker.holding is not None
+    assert served.worker.holding.overrides == {"sd_unet": "demo-comfyui-bf16"}
+    assert served.draw() != own
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"sd_unet": "../../secret"}, "there is no '../../secret'"),
+        ({"sd_unet": 3}, "must be a text"),
+        ({"samples_save": "yes"}, "must be true or false"),
+        ({"sdnq_svd_rank": 0}, "must be from 1 to 512"),
+        ({"cuda_dtype": "fp64"}, "the choices are auto, bf16"),
+        ({"no_such_option": 1}, "there is no such option"),
+        ({"quicksettings_list": ["nothing"]}, "there is no 'nothing'"),
+    ],
+)
+def test_bad_options_are_refused_whole(served: Served, values: dict[str, Any], reason: str) -> None:
+    before = served.get("/sdapi/v1/options")
+    told = served.post("/sdapi/v1/options", {"samples_save": False, **values}, 422)
+    assert reason in told["detail"]
+    assert served.get("/sdapi/v1/options") == before
+
+
+def test_a_file_that_does_not_fit_is_an_error_with_its_reason(served: Served) -> None:
+    before = served.draw()
+    told = served.post("/sdapi/v1/options", {"sd_unet": "demo-flux"}, 422)
+    assert "FLUX.1" in told["detail"]
+    assert served.get("/sdapi/v1/options")["sd_unet"] == "Default"
+    assert served.draw() == before
+
+
+def test_pictures_come_with_their_parameters(served: Served) -> None:
+    answer = served.post("/sdapi/v1/txt2img", {**SMALL, "n_iter": 2, "an_unknown_field": 1})
+    assert len(answer["images"]) == 2
+    info = json.loads(answer["info"])
+    assert info["seed"] == 3
+    for number, (image, infotext) in enumerate(zip(answer["images"], info["infotexts"], strict=True)):
+        picture = Image.open(io.BytesIO(base64.b64decode(image)))
+        assert picture.info["parameters"] == infotext
+        assert f"Seed: {3 + number}, " in infotext
+    assert served.post("/sdapi/v1/txt2img", {**SMALL, "send_images": False})["images"] == []
+    assert "multiple of 16" in served.draw(422, width=100)["detail"]
+    assert "no sampler 'Euler a'" in served.draw(422, sampler_name="Euler a")["detail"]
+    assert served.draw(sampler_name="Euler FlowMatch") == served.draw()
+
+
+def test_override_settings_hold_for_their_request_alone(served: Served) -> None:
+    own = served.draw()
+    answer = served.post("/sdapi/v1/txt2img", {**SMALL, "override_settings": {"sd_unet": "demo-bundle-fp16"}})
+    assert pixels(answer) != own
+    assert "UNET: demo-bundle-fp16" in json.loads(answer["info"])["infotexts"][0]
+    assert served.draw() == own
+    for wrong, reason in (({"sd_unet": "gone"}, "there is no"), ({"sd_unet": "demo-flux"}, "FLUX.1")):
+        assert reason in served.draw(422, override_settings=wrong)["detail"]
+        assert served.draw() == own
+
+
+def test_models_files_and_samplers_are_listed(served: Served) -> None:
+    (base,) = served.get("/sdapi/v1/sd-models")
+    assert base["title"] == "transplant-demo-z-image"
+    unets = {entry["name"]: entry for entry in served.get("/sdapi/v1/unets")}
+    assert unets["demo-flux"]["architecture"] == "FLUX.1"
+    assert unets["demo-comfyui-bf16"]["architecture"] == "Z-Image"
+    assert {entry["kind"] for entry in unets.values()} == {"transformer"}
+    assert [entry["name"] for entry in served.get("/sdapi/v1/samplers")][:2] == ["Default", "Euler FlowMatch"]
+
+    folder = served.worker.catalog.models_dir / "UNET"
+    folder.mkdir(parents=True)
+    (folder / "broken.safetensors").write_bytes(b"<!DOCTYPE html>")
+    served.post("/sdapi/v1/refresh-unets")
+    broken = next(entry for entry in served.get("/sdapi/v1/unets") if entry["name"] == "broken")
+    assert broken["kind"] is None and "web page" in broken["problem"]
+    (folder / "broken.safetensors").unlink()
+    served.post("/sdapi/v1/refresh-checkpoints")
+    assert "broken" not in [entry["name"] for entry in served.get("/sdapi/v1/unets")]
+
+
+def test_what_a_file_is_and_what_loading_it_would_do(served: Served) -> None:
+    told = served.get("/transplant/v1/inspect", file="demo-bundle-fp16")
+    assert (told["architecture"], told["prefix"]) == ("Z-Image", "model.diffusion_model.")
+    planned = served.get("/transplant/v1/plan", file="demo-bundle-fp16")
+    assert planned["verdict"] == "can be loaded" and planned["resident_bytes"] > 0
+    refused = served.get("/transplant/v1/plan", file="demo-flux", base="transplant-demo-z-image")
+    assert (refused["verdict"], refused["reason"]) == ("refused", "WrongArchitecture")
+    assert "no 'gone'" in served.get("/transplant/v1/inspect", 404, file="gone")["detail"]
+    assert "second" in served.get("/transplant/v1/plan", 422, file="demo-flux", slot="sd_unet_secondary")["detail"]
+    assert "must be one of" in served.get("/transplant/v1/plan", 422, file="demo-flux", slot="x")["detail"]
+
+
+def test_progress_and_interrupt(served: Served) -> None:
+    assert served.get("/sdapi/v1/progress")["state"]["job_count"] == 0
+    answers: list[Any] = []
+    long = threading.Thread(
+        target=lambda: answers.append(served.draw(409, steps=200, n_iter=20, width=256, height=256))
+    )
+    long.start()
+    while not (now := served.get("/sdapi/v1/progress"))["textinfo"].startswith("Picture"):
+        assert long.is_alive()
+    assert 0 <= now["progress"] < 1 and now["state"]["job"] == "20 pictures"
+    served.post("/sdapi/v1/interrupt")
+    long.join(30)
+    assert "cancelled" in answers[0]["detail"]
+
+
+def test_many_clients_are_served_in_order_and_lose_nothing(served: Served) -> None:
+    """Twenty at once, drawing with files of their own: each gets its own picture."""
+    files = ("Default", "demo-comfyui-bf16", "demo-bundle-fp16", "demo-diffusers-fp32")
+    alone = {file: served.draw(override_settings={"sd_unet": file}) for file in files}
+    assert len(set(alone.values())) == len(files)
+    drawn: list[tuple[str, bytes]] = []
+
+    def client(number: int) -> None:
+        file = files[number % len(files)]
+        drawn.append((file, served.draw(override_settings={"sd_unet": file})))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(drawn) == 20
+    assert all(alone[file] == picture for file, picture in drawn)
+    assert served.get("/sdapi/v1/options")["sd_unet"] == "Default"
+
+
+def test_the_api_describes_itself(served: Served) -> None:
+    paths = served.get("/openapi.json")["paths"]
+    assert "/sdapi/v1/txt2img" in paths and "/transplant/v1/plan" in paths
+    text = served.client.get("/docs").text
+    assert all(path in text for path in paths)
+    assert "override_settings" in text and "http://" not in text and "https://" not in text
+
+
+def test_the_login_of_the_page_is_the_login_of_the_api(tmp_path: Path) -> None:
+    served = Served(tmp_path, ("me", "secret"))
+    for path in ("/sdapi/v1/options", "/transplant/v1/inspect?file=x", "/openapi.json", "/docs"):
+        assert served.client.get(path).status_code == 401
+        assert served.client.get(path, auth=("me", "wrong")).status_code == 401
+        assert served.client.get(path, headers={"Authorization": "Basic !"}).status_code == 401
+        assert served.client.get(path, auth=("me", "secret")).status_code in (200, 404)
+    assert served.client.post("/sdapi/v1/options", json={}).status_code == 401
+    served.client.post("/login", data={"username": "me", "password": "secret"})
+    assert served.client.get("/sdapi/v1/options").status_code == 200  # with the page's cookie
+    served.client.cookies.clear()
+    assert served.client.get("/sdapi/v1/options").status_code == 401
+    served.close()
+
+
+def test_other_sites_are_kept_out(served: Served) -> None:
+    headers = {"Origin": "https://elsewhere.example"}
+    assert served.client.post("/sdapi/v1/options", json={}, headers=headers).status_code == 403
+    assert served.client.get("/sdapi/v1/options", headers={"Host": "elsewhere.example"}).status_code == 403
