@@ -52,7 +52,7 @@ def draw(worker: Worker) -> list[Follower]:
     return [
         Follower(gallery, lambda owner: _pictures(worker, owner), _gallery_update),
         Follower(text, lambda owner: _pictures(worker, owner), lambda saved: saved[-1].infotext if saved else ""),
-        Follower(fields["sampler"], lambda _: _samplers(worker), lambda names: gr.update(choices=list(names))),
+        Follower(fields["sampler"], lambda _: worker.samplers(), lambda names: gr.update(choices=list(names))),
         Follower(fields["frames"], lambda _: _makes_video(worker), lambda video: gr.update(visible=video)),
     ]
 
@@ -108,10 +108,6 @@ def _seed_of(infotext: str) -> int:
     return int(parse_infotext(infotext).get("Seed", -1))
 
 
-def _samplers(worker: Worker) -> tuple[str, ...]:
-    return worker.holding.samplers if worker.holding else (DEFAULT_SAMPLER,)
-
-
 def _makes_video(worker: Worker) -> bool:
     return worker.holding is not None and worker.holding.makes_video
 
@@ -122,5 +118,4 @@ def _gallery_update(saved: tuple[Saved, ...]) -> Any:
 
 
 def _pictures(worker: Worker, owner: str) -> tuple[Saved, ...]:
-    job = worker.queue.latest(owner, with_pictures=True)
-    return job.pictures if job else ()
+    return worker.queue.pictures(owner, "pictures")

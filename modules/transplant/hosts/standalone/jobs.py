@@ -21,6 +21,7 @@ EVERYONE = ""
 """The owner of jobs that nobody asked for, such as loading at start."""
 
 Level = Literal["info", "warning", "error"]
+Kind = Literal["load", "pictures", "comparison"]
 Status = Literal["waiting", "running", "finished", "failed", "cancelled"]
 
 
@@ -60,6 +61,7 @@ class Job:
         title: what it is, for people.
         work: what it does; returns what its owner should be told.
         wants: the option values that it will have set when it succeeds.
+        kind: what it does, for those who follow one kind only.
         status: where it is.
         text: what it is doing.
         fraction: how far it is, 0 to 1; None where that is not known.
@@ -72,6 +74,7 @@ class Job:
     title: str
     work: Callable[[Job], Notice | None]
     wants: dict[str, str]
+    kind: Kind = "load"
     status: Status = "waiting"
     text: str = ""
     fraction: float | None = None
@@ -148,11 +151,16 @@ class JobQueue:
         return not self._thread.is_alive()
 
     def submit(
-        self, owner: str, title: str, work: Callable[[Job], Notice | None], wants: dict[str, str] | None = None
+        self,
+        owner: str,
+        title: str,
+        work: Callable[[Job], Notice | None],
+        wants: dict[str, str] | None = None,
+        kind: Kind = "load",
     ) -> Job:
         """Put a job at the end of the queue."""
         with self._changed:
-            job = Job(next(self._numbers), owner, title, work, wants or {}, text=title)
+            job = Job(next(self._numbers), owner, title, work, wants or {}, kind, text=title)
             self._waiting.append(job)
             self._recent.append(job)
             self._changed.notify_all()
@@ -191,12 +199,16 @@ class JobQueue:
         with self._changed:
             return [job for job in self._recent if job.owner == owner]
 
-    def latest(self, owner: str, with_pictures: bool = False) -> Job | None:
+    def latest(self, owner: str) -> Job | None:
         """The newest job that is of interest to someone: their own, or one of everyone's."""
         with self._changed:
-            jobs = [job for job in reversed(self._recent) if not with_pictures or job.pictures]
-        owners = (owner,) if with_pictures else (owner, EVERYONE)
-        return next((job for job in jobs if job.owner in owners), None)
+            return next((job for job in reversed(self._recent) if job.owner in (owner, EVERYONE)), None)
+
+    def pictures(self, owner: str, kind: Kind) -> tuple[Saved, ...]:
+        """The pictures of someone's newest job of a kind that has made any."""
+        with self._changed:
+            jobs = [job for job in reversed(self._recent) if job.owner == owner and job.kind == kind]
+        return next((job.pictures for job in jobs if job.pictures), ())
 
     def notice(self, owner: str) -> Notice | None:
         """What someone is to be told now: what came of their newest job, or everyone's."""

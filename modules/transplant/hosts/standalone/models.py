@@ -71,6 +71,7 @@ class Models:
         holding: what is loaded; None while nothing is.
         missing: base model and overrides that the settings name and the folders lack.
         notes: what an option does for what is loaded, by key, for those whose effect depends on it.
+        is_settling: True while what a job put aside comes back, which no cancel ends.
         keep_settings: True while a job has models of its own for a while: what is loaded then is not saved.
     """
 
@@ -80,7 +81,7 @@ class Models:
         self.holding: Holding | None = None
         self.missing: frozenset[str] = frozenset()
         self.notes: dict[str, Note] = {}
-        self.keep_settings = False
+        self.keep_settings = self.is_settling = False
         self._wanted_load = self._done_load = 0
         self._host = host
         self._settings = settings
@@ -201,6 +202,14 @@ class Models:
             notice = self.choose(key, name)
             notices += [notice] if notice else []
         return _together(notices)
+
+    def settle_at_last(self) -> None:
+        """After a job with models of its own: load what is selected, also where that job was cancelled."""
+        self.is_settling = True
+        try:
+            self.settle()
+        finally:
+            self.is_settling = self.keep_settings = False
 
     def load_again(self) -> Notice | None:
         """Load what is loaded again, with the settings of now."""

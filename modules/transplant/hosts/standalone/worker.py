@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from transplant.digest import Digests
 from transplant.errors import TransplantError
+from transplant.hosts.standalone.compare import Comparison, compare
 from transplant.hosts.standalone.folders import Catalog, find
 from transplant.hosts.standalone.images import PictureStore
-from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Notice, Saved, sentence
+from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Kind, Notice, Saved, sentence
 from transplant.hosts.standalone.models import BASE, SLOT_OF, Holding, Models, Note
 from transplant.hosts.standalone.recall import Recalled, recall
 from transplant.hosts.standalone.settings import Settings
 from transplant.options import OPTIONS, option
+from transplant.samplers import DEFAULT_SAMPLER
 from transplant.slots import DEFAULT, NONE, PRIMARY, SECONDARY
 
 if TYPE_CHECKING:
@@ -176,7 +178,21 @@ class Worker:
         """
         checked = self.checked(override_settings or {})
         title = "Picture" if request.batch == 1 else f"{request.batch} pictures"
-        return self._submit(owner, title, lambda job: self._generate(job, request, checked))
+        return self._submit(owner, title, lambda job: self._generate(job, request, checked), kind="pictures")
+
+    def compare(self, owner: str, comparison: Comparison) -> Job:
+        """Queue a comparison. Raises OptionError where a file is not in the list."""
+        for file in comparison.files:
+            self.checked({comparison.slot: file})
+
+        def work(job: Job) -> Notice | None:
+            return compare(job, comparison, self.models, self.settings, self._pictures, self.cancelled)
+
+        return self._submit(owner, f"Comparing {len(comparison.files)} files", work, kind="comparison")
+
+    def samplers(self) -> tuple[str, ...]:
+        """What the loaded base model can draw with."""
+        return self.holding.samplers if self.holding else (DEFAULT_SAMPLER,)
 
     def recall(self, owner: str, file: Path) -> Recalled:
         """Read a picture's parameters, choose the models that made it, and say what is not here.
@@ -219,12 +235,17 @@ class Worker:
 
     def cancelled(self) -> bool:
         """See Host."""
-        return self._job is not None and self._job.cancelled
+        return self._job is not None and self._job.cancelled and not self.models.is_settling
 
     # Jobs; they run on the worker's thread.
 
     def _submit(
-        self, owner: str, title: str, work: Callable[[Job], Notice | None], wants: dict[str, str] | None = None
+        self,
+        owner: str,
+        title: str,
+        work: Callable[[Job], Notice | None],
+        wants: dict[str, str] | None = None,
+        kind: Kind = "load",
     ) -> Job:
         def run(job: Job) -> Notice | None:
             self._job = job
@@ -233,7 +254,7 @@ class Worker:
             finally:
                 self._job = None
 
-        return self.queue.submit(owner, title, run, wants)
+        return self.queue.submit(owner, title, run, wants, kind)
 
     def _submit_models(self, owner: str, new: dict[str, str], again: bool) -> None:
         """Queue what loads the models that are newly chosen, or, where none is, what is loaded again."""
@@ -266,9 +287,7 @@ class Worker:
         finally:
             if reload:
                 self.models.outdate()
-            self._job = None  # what was loaded before comes back also after a cancel
-            self.models.settle()
-            self.models.keep_settings = False
+            self.models.settle_at_last()
         return None
 
     def _draw(self, job: Job, request: Request) -> None:
