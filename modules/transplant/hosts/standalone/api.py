@@ -18,15 +18,15 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from transplant.errors import OptionError, OverrideArchMismatch, TransplantError
+from transplant.errors import OptionError, TransplantError
 from transplant.hosts.standalone.api_page import api_page
 from transplant.hosts.standalone.folders import find
 from transplant.hosts.standalone.jobs import Job
-from transplant.hosts.standalone.models import BASE
+from transplant.hosts.standalone.models import BASE, SLOT_OF
 from transplant.hosts.standalone.worker import Worker
 from transplant.options import OPTIONS
 from transplant.request import make_request
-from transplant.slots import PRIMARY, SLOTS
+from transplant.slots import PRIMARY
 
 POLL_SECONDS = 0.05
 
@@ -65,7 +65,7 @@ def router(worker: Worker, allow: Callable[[Request], Awaitable[None]]) -> APIRo
     _add_options(routes, worker, owners)
     _add_models(routes, worker, owners)
     _add_pictures(routes, worker, owners)
-    _add_files(routes, worker)
+    _add_files(routes, worker, owners)
     return routes
 
 
@@ -174,18 +174,22 @@ def _add_pictures(routes: APIRouter, worker: Worker, owners: Any) -> None:
         return {}
 
 
-def _add_files(routes: APIRouter, worker: Worker) -> None:
+def _add_files(routes: APIRouter, worker: Worker, owners: Any) -> None:
     @routes.get("/transplant/v1/inspect", summary="What a file is, from its header")
     def inspect(file: str) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
-        return _refusing(lambda: _inspected(_path_of(worker.catalog.overrides, file)))
+        return _inspected(_path_of(worker.catalog.overrides, file))
 
     @routes.get("/transplant/v1/plan", summary="What loading a file over a base model would do and cost")
-    def plan(  # pyright: ignore[reportUnusedFunction]
+    async def plan(  # pyright: ignore[reportUnusedFunction]
         file: str, base: str = "", slot: str = PRIMARY.option
     ) -> dict[str, Any]:
         path = _path_of(worker.catalog.overrides, file)
         base_path = _path_of(worker.catalog.bases, base or worker.settings.get(BASE))
-        return _refusing(lambda: _planned(worker, path, base_path, slot))
+        if slot not in SLOT_OF:
+            raise HTTPException(422, f"slot must be one of {', '.join(SLOT_OF)}, not {slot!r}")
+        job = worker.inspect(next(owners), path, base_path, slot)
+        await _finished(job)
+        return job.result.as_json()
 
 
 class _NOTHING:
@@ -213,51 +217,19 @@ def _path_of(names: Mapping[str, Path], name: str) -> Path:
     return path
 
 
-def _refusing(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer, or the refusal as one: that a file does not fit is what was asked."""
+def _inspected(path: Path) -> dict[str, Any]:
+    from transplant.inspection import inspect_file
+
     try:
-        return work()
-    except OverrideArchMismatch as refusal:
-        told = {"file": str(refusal.file), "verdict": "refused", "reason": type(refusal).__name__}
-        return {**told, "message": str(refusal), "problem": refusal.problem, "remedy": refusal.remedy}
+        return inspect_file(path).as_json()
     except TransplantError as error:
         raise HTTPException(422, str(error)) from error
-
-
-def _inspected(path: Path) -> dict[str, Any]:
-    from transplant.architectures.detect import identify
-    from transplant.checkpoint.header import read_header
-    from transplant.checkpoint.naming import normalise
-    from transplant.view import file_json
-
-    header = read_header(path)
-    keys = normalise(header.path, header.tensors)
-    return file_json(header, keys, identify(keys))
-
-
-def _planned(worker: Worker, path: Path, base_path: Path, slot: str) -> dict[str, Any]:
-    from transplant.base_model import read_base
-    from transplant.plan import plan
-    from transplant.view import plan_json
-
-    kind = next((kind for kind in SLOTS if kind.option == slot), None)
-    if kind is None:
-        raise OptionError("slot", slot, f"must be one of {', '.join(kind.option for kind in SLOTS)}, not {slot!r}")
-    base, settings = read_base(base_path), worker.load_settings()
-    component = kind.component_in(base)
-    if component is None:
-        raise TransplantError(f"{base_path.name}: a {base.pipeline} has nothing for {slot}")
-    planned = plan(
-        path, base, component=component, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap,
-        compute=settings.compute,
-    )  # fmt: skip
-    return plan_json(planned)
 
 
 def _identified(path: Path) -> dict[str, Any]:
     """Kind and architecture; why not, where the file cannot be read."""
     try:
         told = _inspected(path)
-    except TransplantError as error:
-        return {"kind": None, "architecture": None, "problem": str(error)}
+    except HTTPException as error:
+        return {"kind": None, "architecture": None, "problem": error.detail}
     return {"kind": told.get("kind"), "architecture": told.get("architecture"), "problem": None}

@@ -120,7 +120,7 @@ def _draw_column(
 
         begun = time.perf_counter()
         picture = next(generate(pipeline, request, on_step=on_step, cancelled=cancelled))
-        cell = Cell(picture.image, f"{time.perf_counter() - begun:.1f} s")
+        cell = Cell(picture.image, f"{time.perf_counter() - begun:.2f} s")
         columns[-1] = replace(columns[-1], cells=(*columns[-1].cells, cell))
 
 

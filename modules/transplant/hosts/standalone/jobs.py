@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transplant.errors import LoadCancelled, TransplantError
 
@@ -21,7 +21,7 @@ EVERYONE = ""
 """The owner of jobs that nobody asked for, such as loading at start."""
 
 Level = Literal["info", "warning", "error"]
-Kind = Literal["load", "pictures", "comparison"]
+Kind = Literal["load", "pictures", "comparison", "question"]
 Status = Literal["waiting", "running", "finished", "failed", "cancelled"]
 
 
@@ -67,6 +67,7 @@ class Job:
         fraction: how far it is, 0 to 1; None where that is not known.
         notice: what came of it.
         pictures: what it made so far.
+        result: what it found out, for a job that is a question.
     """
 
     number: int
@@ -80,6 +81,7 @@ class Job:
     fraction: float | None = None
     notice: Notice | None = None
     pictures: tuple[Saved, ...] = ()
+    result: Any = None
     _phase_start: float = field(default_factory=time.monotonic)
     _cancel: threading.Event = field(default_factory=threading.Event)
     _done: threading.Event = field(default_factory=threading.Event)

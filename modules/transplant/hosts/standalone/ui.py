@@ -7,7 +7,15 @@ from typing import Any
 
 import gradio as gr
 
-from transplant.hosts.standalone import compare_tab, generate_tab, log_panel, page, quicksettings, settings_tab
+from transplant.hosts.standalone import (
+    compare_tab,
+    generate_tab,
+    inspect_tab,
+    log_panel,
+    page,
+    quicksettings,
+    settings_tab,
+)
 from transplant.hosts.standalone.live import Follower, follow
 from transplant.hosts.standalone.log_panel import LogLines
 from transplant.hosts.standalone.worker import Worker
@@ -36,6 +44,8 @@ def build(worker: Worker, lines: LogLines) -> gr.Blocks:
                 followers += generate_tab.draw(worker)
             with gr.Tab("Compare", id="compare"):
                 followers += compare_tab.draw(worker)
+            with gr.Tab("Inspect", id="inspect"):
+                followers += inspect_tab.draw(worker)
             with gr.Tab("Settings", id="settings"):
 
                 @gr.render(triggers=[blocks.load], show_progress="hidden")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transplant.base_model import read_base
 from transplant.digest import Digests
 from transplant.errors import TransplantError
 from transplant.hosts.standalone.compare import Comparison, compare
@@ -26,6 +27,7 @@ from transplant.slots import DEFAULT, NONE, PRIMARY, SECONDARY
 
 if TYPE_CHECKING:
     from transplant.hosts.base import LoadSettings
+    from transplant.inspection import Inspection
     from transplant.request import Request
 
 log = logging.getLogger("transplant")
@@ -189,6 +191,28 @@ class Worker:
             return compare(job, comparison, self.models, self.settings, self._pictures, self.cancelled)
 
         return self._submit(owner, f"Comparing {len(comparison.files)} files", work, kind="comparison")
+
+    def inspect(self, owner: str, file: Path, base: Path, slot: str) -> Job:
+        """Queue the question what loading a file over a base model would do; the job's result is the Inspection.
+
+        In the queue, because planning must not run while the worker loads.
+        """
+
+        def work(job: Job) -> None:
+            from transplant.inspection import inspect_over_base
+
+            model = read_base(base)
+            component = SLOT_OF[slot].component_in(model)
+            if component is None:
+                raise TransplantError(f"{base.name}: a {model.pipeline} has nothing for {slot}")
+            job.result = inspect_over_base(file, model, component, self.load_settings())
+
+        return self._submit(owner, f"Inspecting {file.name}", work, kind="question")
+
+    def answer(self, owner: str) -> Inspection | None:
+        """What someone's newest question came to; None while there is none, or it failed."""
+        asked = [job for job in self.queue.jobs_of(owner) if job.kind == "question"]
+        return asked[-1].result if asked else None
 
     def samplers(self) -> tuple[str, ...]:
         """What the loaded base model can draw with."""

@@ -1,0 +1,201 @@
+"""The second slot and the tabs beside Generate, in a real browser. Screenshots go to tests/artefacts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect
+
+from kitchen import int8
+from test_webui import (  # noqa: F401 - `browser` is a fixture
+    Server,
+    browser,
+    choose,
+    chosen,
+    fill,
+    idle,
+    message,
+    needs_browser,
+    opened,
+    screenshot,
+    serving,
+    settings_tab,
+)
+from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_z_image_config, to_comfyui
+from tiny_pipelines import filled, network, wan
+
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Wan with two transformers, a Z-Image with one, and files for each."""
+    folder = tmp_path_factory.mktemp("models")
+    wan().save_pretrained(str(folder / "Diffusers" / "two"))
+    tiny_base(folder / "Diffusers" / "one")
+    for name, seed in (("a", 11), ("b", 12)):
+        save(folder / "UNET" / f"{name}.safetensors", filled(network("WanTransformer3DModel"), seed).state_dict())
+    make_demo.make_demo(folder / "demo")
+    (folder / "demo" / make_demo.COMFYUI).rename(folder / "UNET" / "z.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Server]:
+    data = tmp_path_factory.mktemp("data")
+    (data / "config.json").write_text(json.dumps({"sd_model_checkpoint": "two", "transplant_hub_cache": False}))
+    with serving(data, models) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Page]:  # noqa: F811
+    yield from opened(browser, server)
+
+
+def tab(page: Page, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
+
+
+def row(page: Page) -> list[str]:
+    """The options at the top that can be seen, in order."""
+    ids = page.locator("#quicksettings [id^=setting_]:visible").evaluate_all("elements => elements.map(e => e.id)")
+    return [name.removeprefix("setting_") for name in ids]
+
+
+def test_the_second_slot_is_there_while_the_base_model_has_two(page: Page, server: Server) -> None:
+    idle(page, "two with its own transformers")
+    expect(page.locator("#setting_sd_unet_secondary")).to_be_visible()
+    assert row(page) == ["sd_model_checkpoint", "sd_unet", "sd_unet_secondary"]
+    choose(page, "sd_unet_secondary", "b")
+    idle(page, "two with the transformers its own and b")
+    chosen(page, "sd_unet", "Default")
+    screenshot(page, "two-slots")
+    choose(page, "sd_unet_secondary", "z")
+    message(page, "b stays loaded")
+    chosen(page, "sd_unet_secondary", "b")
+    choose(page, "sd_model_checkpoint", "one")
+    idle(page, "one with its own transformer,")
+    message(page, "b is not used: one has no second transformer")
+    expect(page.locator("#setting_sd_unet_secondary")).to_be_hidden()
+    assert row(page) == ["sd_model_checkpoint", "sd_unet"]
+    assert server.options()["sd_unet_secondary"] == "Default"
+    choose(page, "sd_model_checkpoint", "two")
+    idle(page, "two with its own transformers")
+    expect(page.locator("#setting_sd_unet_secondary")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("listed", "above", "below"),
+    [
+        (["sd_unet", "sd_model_checkpoint"], ["sd_unet", "sd_unet_secondary", "sd_model_checkpoint"], []),
+        (["sd_unet_secondary", "sd_unet"], ["sd_unet_secondary", "sd_unet"], ["sd_model_checkpoint"]),
+        (["sd_unet_secondary"], ["sd_unet_secondary"], ["sd_model_checkpoint", "sd_unet"]),
+        (["cuda_dtype"], ["cuda_dtype"], ["sd_model_checkpoint", "sd_unet", "sd_unet_secondary"]),
+    ],
+)
+def test_the_row_has_the_order_of_its_list(
+    browser: Browser,  # noqa: F811
+    server: Server,
+    listed: list[str],
+    above: list[str],
+    below: list[str],
+) -> None:
+    """The second slot follows the first; what is in the row is not on the settings page, and the other way round."""
+    page = browser.new_page()
+    page.request.post(f"{server.url}/sdapi/v1/options", data={"quicksettings_list": listed})
+    page.goto(server.url)
+    expect(page.locator("#quicksettings [id^=setting_]:visible")).to_have_count(len(above), timeout=30_000)
+    assert row(page) == above
+    settings_tab(page)
+    for key in ("sd_model_checkpoint", "sd_unet", "sd_unet_secondary"):
+        assert page.locator(f"#setting_{key}:visible").count() == 1 or key not in [*above, *below]
+    page.request.post(f"{server.url}/sdapi/v1/options", data={"quicksettings_list": ["sd_model_checkpoint", "sd_unet"]})
+    page.close()
+
+
+def test_a_video_is_drawn_and_its_parameters_are_read_back(page: Page, server: Server) -> None:
+    idle(page, "two with its own transformers")
+    choose(page, "sd_unet", "a")
+    idle(page, "the transformers a and its own")
+    for field, value in (("width", 64), ("height", 64), ("steps", 3), ("seed", 7), ("frames", 5)):
+        fill(page, f"txt2img_{field}", value)
+    page.locator("#txt2img_prompt textarea").fill("a red circle, moving")
+    page.locator("#txt2img_sampling input").click()
+    page.get_by_role("option", name="UniPC FlowMatch", exact=True).click()
+    page.locator("#txt2img_generate").click()
+    expect(page.locator("#txt2img_info textarea")).to_have_value(
+        re.compile("Sampler: UniPC FlowMatch, Frames: 5, Size: 64x64, Seed: 7"), timeout=60_000
+    )
+    picture = server.pictures()[-1]
+    assert getattr(Image.open(picture), "n_frames", 1) == 5
+    screenshot(page, "video")
+
+    choose(page, "sd_unet", "Default")
+    idle(page, "two with its own transformers")
+    page.reload()
+    idle(page, "two with its own transformers")
+    page.get_by_role("button", name="Read parameters from a picture").click()
+    page.locator("#txt2img_recall input[type=file]").set_input_files(picture)
+    idle(page, "the transformers a and its own")
+    expect(page.locator("#txt2img_prompt textarea")).to_have_value("a red circle, moving")
+    expect(page.locator("#txt2img_seed input")).to_have_value("7")
+    expect(page.locator("#txt2img_sampling input")).to_have_value("UniPC FlowMatch")
+    page.locator("#txt2img_generate").click()
+    expect(page.locator("#txt2img_info textarea")).to_have_value(re.compile("Seed: 7"), timeout=60_000)
+    again = server.pictures()[-1]
+    assert again != picture
+    assert Image.open(again).tobytes() == Image.open(picture).tobytes()
+    fill(page, "txt2img_seed", -1)
+    page.get_by_role("button", name="Use the shown picture's seed").click()
+    expect(page.locator("#txt2img_seed input")).to_have_value("7")
+
+
+def test_files_are_compared_in_one_grid(page: Page, server: Server) -> None:
+    tab(page, "Compare")
+    page.locator("#compare_files input").click()
+    for name in ("a", "z"):
+        page.get_by_role("option", name=name, exact=True).click()
+    page.keyboard.press("Escape")
+    page.locator("#compare_prompts textarea").fill("a red circle\na blue square")
+    page.locator("#compare_seeds input, #compare_seeds textarea").fill("1, 2")
+    for field, value in (("width", 64), ("height", 64), ("steps", 2)):
+        fill(page, f"compare_{field}", value)
+    page.locator("#compare_start").click()
+    message(page, "Refused: z; the grid has the reasons.")
+    expect(page.locator("#compare_result img")).to_be_visible()
+    expect(page.locator("#compare_info textarea")).to_have_value(re.compile('Compared: "Default, a, z"'))
+    screenshot(page, "compare")
+
+
+def test_a_file_is_inspected_and_loaded_from_there(page: Page, server: Server, models: Path) -> None:
+    layout = to_comfyui(random_z_image(tiny_z_image_config(), 5, torch.float32).state_dict())
+    fused = [name for name in layout if name.endswith(".attention.qkv.weight")]
+    for name in fused:
+        layout |= int8(layout.pop(name), convrot=16).stored(name.removesuffix(".weight"))
+    save(models / "UNET" / "q.safetensors", layout)
+    choose(page, "sd_model_checkpoint", "one")
+    idle(page, "one with its own transformer")
+    page.locator("#refresh_sd_unet").click()
+    tab(page, "Inspect")
+    page.locator("#inspect_file input").click()
+    page.get_by_role("option", name="q", exact=True).click()
+    report = page.locator("#inspect_report")
+    expect(report).to_contain_text("Fits one: can be loaded.", timeout=30_000)
+    for text in ("Z-Image", "int8_tensorwise", "FP8 storage", "free now", "Formats by block and layer"):
+        expect(report).to_contain_text(text)
+    assert report.locator("td[title*='attention.qkv, block 0: int8_tensorwise']").count() >= 1
+    screenshot(page, "inspect")
+    page.locator("#inspect_file input").click()
+    page.get_by_role("option", name="a", exact=True).click()
+    expect(report.locator(".tp-error")).to_contain_text("Wan", timeout=30_000)
+    page.locator("#inspect_file input").click()
+    page.get_by_role("option", name="q", exact=True).click()
+    page.locator("#inspect_use").click()
+    idle(page, "the transformer q")
