@@ -237,6 +237,7 @@ def _load(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from transplant.checkpoint.shards import title
     from transplant.digest import Digests
     from transplant.generate import generate
     from transplant.hosts.base import PlainHost
@@ -247,7 +248,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transplant.storage import write_atomically
 
     session = Session(PlainHost(_settings(arguments)))
-    files = [Override(file.stem, file) if file else None for file in (arguments.unet, arguments.unet_secondary)]
+    files = [Override(title(file), file) if file else None for file in (arguments.unet, arguments.unet_secondary)]
     outcome = session.load_base(arguments.base, *files)
     if outcome.refused is not None:
         raise outcome.refused

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from transplant.checkpoint.header import FileStamp
+from transplant.checkpoint.shards import members
+from transplant.errors import UnreadableFile
 from transplant.storage import write_atomically
 
 log = logging.getLogger("transplant")
@@ -27,7 +29,7 @@ class Digests:
         self._lock = threading.Lock()
 
     def short(self, path: Path) -> str:
-        """The first ten hex digits of the file's SHA-256, as SD.Next and others show it.
+        """The first ten hex digits of the file's SHA-256, as SD.Next and others show it; of a set of its files' bytes.
 
         Reads the whole file the first time. Raises OSError where it cannot be read.
         """
@@ -70,9 +72,14 @@ class Digests:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    try:
+        files = members(path)
+    except UnreadableFile as error:
+        raise OSError(str(error)) from error
+    for part in files:
+        with part.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 

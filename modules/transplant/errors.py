@@ -168,6 +168,32 @@ class UnknownDtype(UnreadableFile):
         self.dtype = dtype
 
 
+class MissingShards(UnreadableFile):
+    """Some of the files that make up one checkpoint are not there.
+
+    Attributes:
+        missing: their names.
+        count: how many files the set has.
+    """
+
+    def __init__(self, file: Path | str, missing: Sequence[str], count: int) -> None:
+        lacking = "is" if len(missing) == 1 else "are"
+        super().__init__(
+            file,
+            f"stands for {counted(count, 'file')}, of which {sample(missing)} {lacking} not there",
+            "Download the rest into the same folder",
+        )
+        self.missing = tuple(missing)
+        self.count = count
+
+
+class BadIndex(UnreadableFile):
+    """The index of a checkpoint in several files cannot be used."""
+
+    def __init__(self, file: Path | str, detail: str) -> None:
+        super().__init__(file, detail, "Download the index again, or choose the first of the files themselves")
+
+
 class FileChanged(UnreadableFile):
     """The file on the disk is not the one that was planned: its size or time differs."""
 

@@ -18,6 +18,7 @@ import torch
 from transplant.base_components import load_component, load_pipeline, weight_bytes
 from transplant.base_model import BaseModel, read_base
 from transplant.build import Progress, build
+from transplant.checkpoint.shards import title
 from transplant.errors import BaseModelError, OverrideArchMismatch
 from transplant.fp8_outlook import Outlook, outlook
 from transplant.fp8_storage import store_in_fp8, support_on
@@ -305,7 +306,7 @@ class Session:
 def _failed(choice: _Choice, error: OverrideArchMismatch) -> Failure:
     """A refusal that came while loading."""
     log.warning("%s", error)
-    override = choice.override or Override(error.file.stem, error.file)
+    override = choice.override or Override(title(error.file), error.file)
     return Failure(override, choice.plan.header.stamp if choice.plan else None, error)
 
 

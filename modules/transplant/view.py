@@ -51,7 +51,7 @@ def plan_rows(plan: LoadPlan) -> list[Row]:
     """What a plan says, label and value."""
     transformer = plan.transformer
     rows = [
-        ("file", f"{plan.header.path.name} ({size(plan.header.stamp.size)})"),
+        ("file", _file(plan.header)),
         ("base model", f"{plan.base.path.name} ({plan.base.pipeline})"),
         ("architecture", f"{plan.spec.name}: {plan.why}"),
         ("class", f"{transformer.cls.__name__}, as {transformer.component}"),
@@ -85,6 +85,7 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
     """The plan for programs; sizes in bytes."""
     return {
         "file": str(plan.header.path),
+        "files": [str(part.path) for part in plan.header.parts] or [str(plan.header.path)],
         "file_bytes": plan.header.stamp.size,
         "kind": "transformer",
         "base": str(plan.base.path),
@@ -117,7 +118,7 @@ def file_rows(header: Header, keys: NamedKeys, detection: Detection) -> list[Row
     """What a file says without a base model."""
     lost = [str(rejected) for rejected in detection.rejected if rejected.verdict.found]
     return [
-        ("file", f"{header.path.name} ({size(header.stamp.size)})"),
+        ("file", _file(header)),
         ("kind", f"{detection.kind}: {detection.why}"),
         ("architecture", detection.architecture or "none known here"),
         ("layout", detection.layout.name if detection.layout else "unknown"),
@@ -143,6 +144,7 @@ def file_json(header: Header, keys: NamedKeys, detection: Detection) -> dict[str
     """The same for programs; sizes in bytes."""
     return {
         "file": str(header.path),
+        "files": [str(part.path) for part in header.parts] or [str(header.path)],
         "file_bytes": header.stamp.size,
         "kind": detection.kind,
         "architecture": detection.architecture,
@@ -178,6 +180,11 @@ def log_line(plan: LoadPlan, seconds: float) -> str:
         f"{plan.header.path.name}: {plan.spec.name} ({plan.layout} layout, prefix {plan.prefix or 'none'}), "
         f"{len(plan.targets)} tensors, {size(plan.resident_bytes)} in {seconds:.2f} s{formats}{bundled}"
     )
+
+
+def _file(header: Header) -> str:
+    files = f"{len(header.parts)} files, " if header.parts else ""
+    return f"{header.path.name} ({files}{size(header.stamp.size)})"
 
 
 def _part(name: str) -> str:

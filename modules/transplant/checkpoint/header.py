@@ -11,14 +11,24 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from transplant.checkpoint.shards import members, named_members
 from transplant.checkpoint.sniff import Sniffed, sniff
-from transplant.errors import BadHeader, NotACheckpoint, TrailingBytes, TruncatedFile, UnknownDtype, UnreadableFile
+from transplant.errors import (
+    BadHeader,
+    BadIndex,
+    NotACheckpoint,
+    TrailingBytes,
+    TruncatedFile,
+    UnknownDtype,
+    UnreadableFile,
+)
 
 MAX_HEADER_BYTES = 100_000_000
 """Cap of the reference implementation."""
@@ -36,6 +46,8 @@ SAFETENSORS, GGUF = "safetensors", "GGUF"
 
 GGUF_MAGIC = b"GGUF"
 
+_PAGE = 4096
+
 MAX_INT = 2**63 - 1
 """The largest size or offset that torch and the file system can express."""
 
@@ -49,9 +61,13 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
-        """The stamp of the file as it is now. Raises OSError where it cannot be read."""
-        status = path.stat()
-        return cls(status.st_size, status.st_mtime_ns)
+        """The stamp of the file as it is now; of a set the sums over its files. Raises OSError where there is none."""
+        try:
+            files = [file for file in named_members(path) if file == path or file.is_file()] or [path]
+        except BadIndex:
+            files = [path]
+        every = [file.stat() for file in files]
+        return cls(sum(status.st_size for status in every), sum(status.st_mtime_ns for status in every))
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class TensorInfo:
         name: stored name.
         dtype: safetensors dtype, a key of DTYPE_BITS; of a quantized GGUF tensor the name of its GGML type.
         shape: logical shape; F4, F6 and quantized GGUF tensors count values, not bytes.
-        start: offset of its first byte in the file.
+        start: offset of its first byte in the file; in a set, its position (see Part).
         nbytes: size in bytes.
     """
 
@@ -74,16 +90,32 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One file of a set. Tensors of a set have positions: that of their file, plus the offset in it.
+
+    Attributes:
+        path: the file.
+        stamp: its size and time when its header was read.
+        position: where it begins, a multiple of a page, so that what is aligned in the file stays so.
+    """
+
+    path: Path
+    stamp: FileStamp
+    position: int
+
+
+@dataclass(frozen=True)
 class Header:
     """A checked header.
 
     Attributes:
-        path: the file.
-        stamp: size and time of the file when it was read.
+        path: the file; of a set what was chosen: one of its files, its index or its folder.
+        stamp: size and time of the file when it was read; of a set the sums.
         metadata: the `__metadata__` object; None where absent, {} where present and empty. The texts of a GGUF file.
         tensors: every tensor by stored name, in the order of its data in the file.
-        data_start: offset of the first data byte, equal to the number of bytes read for this header.
+        data_start: offset of the first data byte, equal to the number of bytes read for this header; the sum in a set.
         container: SAFETENSORS or GGUF, whatever the file's suffix says.
+        parts: the files of a set; none where there is one file only.
     """
 
     path: Path
@@ -92,13 +124,27 @@ class Header:
     tensors: Mapping[str, TensorInfo]
     data_start: int
     container: str = SAFETENSORS
+    parts: tuple[Part, ...] = ()
+
+    def part_of(self, info: TensorInfo) -> Part:
+        """The file that a tensor is in."""
+        if not self.parts:
+            return Part(self.path, self.stamp, 0)
+        return self.parts[bisect_right(self.parts, info.start, key=lambda part: part.position) - 1]
+
+    def read_bytes(self, info: TensorInfo) -> bytes:
+        """The bytes of a tensor, for the few small ones that describe others. Raises OSError."""
+        part = self.part_of(info)
+        with part.path.open("rb") as file:
+            file.seek(info.start - part.position)
+            return file.read(info.nbytes)
 
 
 def read_header(path: Path | str) -> Header:
     """Read and check the header of a safetensors or GGUF file: its first bytes tell which, not its suffix.
 
     Args:
-        path: the file.
+        path: the file; of a checkpoint in several files one of them, its index or its folder (see shards.py).
 
     Returns:
         The header; every tensor's range is inside the file and the ranges cover the data exactly, padding aside.
@@ -107,6 +153,40 @@ def read_header(path: Path | str) -> Header:
         UnreadableFile: one subclass per fault; the message names the file, the tensor and the way out.
     """
     path = Path(path)
+    files = members(path)
+    if files == (path,):
+        return _read_file(path)
+    return _joined(path, [_read_file(file) for file in files])
+
+
+def _joined(path: Path, headers: Sequence[Header]) -> Header:
+    """The headers of a set's files as one."""
+    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    parts: list[Part] = []
+    position = 0
+    for header in headers:
+        parts.append(Part(header.path, header.stamp, position))
+        for name, info in header.tensors.items():
+            if name in tensors:
+                raise BadHeader(path, f"it is in {header.path.name} and in another file of the set", name)
+            tensors[name] = replace(info, start=position + info.start)
+        for key, text in (header.metadata or {}).items():
+            if key.startswith("_") and metadata.get(key, text) != text:
+                raise BadHeader(path, f"the files of the set contradict each other in {key!r}")
+            metadata.setdefault(key, text)
+        position += -(-header.stamp.size // _PAGE) * _PAGE
+    containers = {header.container for header in headers}
+    if len(containers) > 1:
+        raise BadHeader(path, f"the set mixes {' and '.join(sorted(containers))}")
+    stamp = FileStamp(sum(part.stamp.size for part in parts), sum(part.stamp.mtime_ns for part in parts))
+    described = metadata if any(header.metadata is not None for header in headers) else None
+    return Header(
+        path, stamp, described, tensors, sum(header.data_start for header in headers), containers.pop(), tuple(parts)
+    )
+
+
+def _read_file(path: Path) -> Header:
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "not a regular file"
         raise UnreadableFile(path, f"cannot be read (it is {what})", "Choose a file")

@@ -7,8 +7,9 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 import torch
@@ -67,15 +68,37 @@ def open_reader(header: Header, use_mmap: bool) -> Generator[TensorReader, None,
         FileChanged: size or time of the file differ from the header's.
         UnreadableFile: the file cannot be opened or mapped.
     """
+    with ExitStack() as files:
+        if not header.parts:
+            yield _opened(header, use_mmap, files)
+            return
+        each = [replace(header, path=part.path, stamp=part.stamp, parts=()) for part in header.parts]
+        yield SetReader(header, [_opened(one, use_mmap, files) for one in each])
+
+
+def _opened(header: Header, use_mmap: bool, files: ExitStack) -> TensorReader:
     try:
-        file = header.path.open("rb", buffering=0)
+        file = files.enter_context(header.path.open("rb", buffering=0))
     except OSError as error:
         raise _unreadable(header, error) from error
-    with file:
-        status = os.fstat(file.fileno())
-        if FileStamp(status.st_size, status.st_mtime_ns) != header.stamp:
-            raise FileChanged(header.path)
-        yield MmapReader(header, file) if use_mmap else SequentialReader(header, file)
+    status = os.fstat(file.fileno())
+    if FileStamp(status.st_size, status.st_mtime_ns) != header.stamp:
+        raise FileChanged(header.path)
+    return MmapReader(header, file) if use_mmap else SequentialReader(header, file)
+
+
+class SetReader:
+    """Reads from the files of a set."""
+
+    def __init__(self, header: Header, readers: Sequence[TensorReader]) -> None:
+        """`readers` are those of the header's parts, in order."""
+        self._header = header
+        self._readers = {part.position: reader for part, reader in zip(header.parts, readers, strict=True)}
+
+    def read(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """See TensorReader."""
+        position = self._header.part_of(info).position
+        return self._readers[position].read(replace(info, start=info.start - position), start, stop)
 
 
 class MmapReader:

@@ -146,19 +146,17 @@ def _marker_declarations(header: Header, keys: NamedKeys) -> dict[str, Mapping[s
     if not markers:
         return {}
     declared: dict[str, Mapping[str, Any]] = {}
-    with header.path.open("rb") as file:
-        for name in markers:
-            info = header.tensors[keys.stored[name]]
-            layer = name.removesuffix(MARKER)
-            if info.nbytes > 65536:
-                raise _refusal(header, [layer], f"its marker has {info.nbytes:,} bytes")
-            file.seek(info.start)
-            raw = file.read(info.nbytes).rstrip(b"\0")
-            try:
-                value: Any = json.loads(raw.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise _refusal(header, [layer], f"its marker is not valid JSON: {error}") from error
-            declared[layer] = _entry(header, layer, value)
+    for name in markers:
+        info = header.tensors[keys.stored[name]]
+        layer = name.removesuffix(MARKER)
+        if info.nbytes > 65536:
+            raise _refusal(header, [layer], f"its marker has {info.nbytes:,} bytes")
+        raw = header.read_bytes(info).rstrip(b"\0")
+        try:
+            value: Any = json.loads(raw.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise _refusal(header, [layer], f"its marker is not valid JSON: {error}") from error
+        declared[layer] = _entry(header, layer, value)
     return declared
 
 

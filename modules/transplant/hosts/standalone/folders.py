@@ -19,6 +19,7 @@ from typing import Any, cast
 from huggingface_hub import constants
 
 from transplant.base_model import INDEXES, BaseModel, read_base
+from transplant.checkpoint.shards import INDEX, choices, title
 from transplant.errors import BaseModelError, TransplantError, printable, sample
 from transplant.slots import DEFAULT, NONE
 
@@ -27,7 +28,7 @@ log = logging.getLogger("transplant")
 BASES, OVERRIDES = "Diffusers", "UNET"
 """Subfolders of a models folder, SD.Next's own."""
 
-SUFFIXES = (".safetensors", ".gguf")
+SUFFIXES = (".safetensors", ".gguf", INDEX)
 RESERVED = (DEFAULT, NONE)
 """Dropdown entries that are no files."""
 
@@ -79,13 +80,15 @@ def list_overrides(models_dir: Path) -> dict[str, Path]:
         models_dir: the folder that holds `UNET`, whose subfolders are searched too.
 
     Returns:
-        Files named by stem, by relative path with suffix where stems collide.
+        Files named by stem, by relative path with suffix where stems collide. A checkpoint in several files is one
+        entry: its first file, its index, or the folder that diffusers saved the model in.
     """
     root = models_dir / OVERRIDES
-    files = [
-        entry for _, entries in _walk(root) for entry in entries if entry.suffix.lower() in SUFFIXES and entry.is_file()
-    ]
-    return _sorted(_named(root, files, RESERVED, lambda path: path.stem))
+    found: list[Path] = []
+    for folder, entries in _walk(root):
+        files = [entry for entry in entries if entry.name.lower().endswith(SUFFIXES) and entry.is_file()]
+        found += choices(folder, files, is_root=folder == root)
+    return _sorted(_named(root, found, RESERVED, title))
 
 
 def find(names: Mapping[str, Path], wanted: str) -> Path | None:
