@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from transplant.checkpoint.quick import Columns, quick_columns
 from transplant.checkpoint.shards import members, named_members
 from transplant.checkpoint.sniff import Sniffed, sniff
 from transplant.errors import (
@@ -204,12 +205,23 @@ def _read_file(path: Path) -> Header:
         reason = getattr(error, "strerror", None) or str(error)
         raise UnreadableFile(path, f"cannot be read ({reason})", "Check that it exists and may be read") from error
     data_start = 8 + len(raw)
+    quick = quick_columns(raw, stamp.size - data_start, DTYPE_BITS, MAX_INT)
+    if quick is not None:
+        return Header(path, stamp, quick.metadata, _as_infos(quick, data_start), data_start)
     entries = _parse_json(path, raw)
     metadata = _metadata(path, entries.pop("__metadata__", None))
     tensors = [_tensor_info(path, name, entry, data_start) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
     _check_coverage(path, tensors, data_start, stamp.size)
     return Header(path, stamp, metadata, {tensor.name: tensor for tensor in tensors}, data_start)
+
+
+def _as_infos(columns: Columns, data_start: int) -> dict[str, TensorInfo]:
+    rows = zip(columns.names, columns.dtypes, columns.shapes, columns.starts, columns.ends, strict=True)
+    return {
+        name: TensorInfo(name, dtype, tuple(shape), data_start + start, end - start)
+        for name, dtype, shape, start, end in rows
+    }
 
 
 def _read_raw_header(path: Path, file: BinaryIO, size: int) -> bytes:

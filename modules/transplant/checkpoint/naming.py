@@ -43,6 +43,10 @@ SCHEDULE_BUFFERS = frozenset({
 WRAPPERS = ("module.", "_orig_mod.")
 """Name parts that DistributedDataParallel and torch.compile put in front of a module's own name."""
 
+_MAYBE_PREFIXED = (*PREFIXES, *WRAPPERS)
+_MAYBE_COMPANIONS = (*COMPANIONS, *WRAPPERS)
+"""What a name begins with that is worth a closer look: most names are sorted by one C call."""
+
 _GLOBAL_MARKERS = frozenset({"scaled_fp8"})
 """Markers that speak of the whole file and may stand outside the prefix."""
 
@@ -80,13 +84,21 @@ def normalise(path: Path, names: Iterable[str]) -> NamedKeys:
     """
     own, companions = drop_companions(names)
     prefix = dominant_prefix(own)
-    strangers = [
-        name
-        for name in own
-        if (not name.startswith(prefix) if prefix else name.startswith(PREFIXES[:2])) and name not in _GLOBAL_MARKERS
-    ]
+    foreign = PREFIXES[:2]
+    strangers = [name for name in own if (not name.startswith(prefix) if prefix else name.startswith(foreign))]
+    strangers = [name for name in strangers if name not in _GLOBAL_MARKERS]
     if strangers:
         raise MixedPrefixes(path, prefix, strangers)
+    text = "\n".join(own)
+    if not any(wrapper in text for wrapper in WRAPPERS):
+        stored = {name.removeprefix(prefix): name for name in own}
+        if len(stored) == len(own):
+            return NamedKeys(prefix, stored, companions, ())
+    return _unwrapped(path, own, prefix, companions)
+
+
+def _unwrapped(path: Path, own: Iterable[str], prefix: str, companions: Mapping[str, int]) -> NamedKeys:
+    """Names one by one: some carry wrappers, or two become one."""
     stored: dict[str, str] = {}
     wrappers: set[str] = set()
     for name in own:
@@ -102,8 +114,7 @@ def drop_companions(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
     own: list[str] = []
     counts: Counter[str] = Counter()
     for name in names:
-        unwrapped = name.removeprefix(_wrappers_of(name))
-        family = next((prefix for prefix in COMPANIONS if unwrapped.startswith(prefix)), None)
+        family = _companion_of(name) if name.startswith(_MAYBE_COMPANIONS) else None
         if name in SCHEDULE_BUFFERS:
             counts["schedule buffer"] += 1
         elif family is None:
@@ -113,12 +124,18 @@ def drop_companions(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
     return own, dict(counts)
 
 
+def _companion_of(name: str) -> str | None:
+    unwrapped = name.removeprefix(_wrappers_of(name))
+    return next((prefix for prefix in COMPANIONS if unwrapped.startswith(prefix)), None)
+
+
 def dominant_prefix(names: Sequence[str]) -> str:
     """The known prefix that most names carry, with the wrapper in front of it if there is one.
 
     A name counts for the longest prefix that it begins with. "" wins where most names carry none.
     """
-    votes: Counter[str] = Counter(_prefix_of(name) for name in names if name not in _GLOBAL_MARKERS)
+    asked = (name for name in names if name not in _GLOBAL_MARKERS)
+    votes: Counter[str] = Counter(_prefix_of(name) if name.startswith(_MAYBE_PREFIXED) else "" for name in asked)
     if not votes:
         return ""
     most = max(votes.values())
