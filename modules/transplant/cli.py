@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="the WebUI (default); serve --help lists its options", add_help=False)
 
     inspect = commands.add_parser("inspect", help="what a file holds and whether it can be loaded; from its header")
-    inspect.add_argument("file", type=_existing_file)
+    inspect.add_argument("file", type=_existing_file, help="a file, or a folder: lists what is in it")
     inspect.add_argument("--base", help="the base model it is meant for: a diffusers folder or a cached repository id")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     _loading_options(inspect)
@@ -165,11 +165,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from transplant.architectures.detect import identify
     from transplant.checkpoint.header import read_header
     from transplant.checkpoint.naming import normalise
+    from transplant.checkpoint.shards import model_in
     from transplant.view import file_groups, file_json, file_rows, group_table, table
 
+    if arguments.file.is_dir() and model_in(arguments.file) is None:
+        return _list(arguments)
     header = read_header(arguments.file)
     keys = normalise(header.path, header.tensors)
-    detection = identify(keys)
+    detection = identify(keys, metadata=header.metadata)
     if arguments.base:
         try:
             return _inspect_over_base(arguments)
@@ -182,6 +185,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(json.dumps(file_json(header, keys, detection), indent=2))
     else:
         print(f"{table(file_rows(header, keys, detection))}\n\n{group_table(file_groups(header, keys))}")
+    return OK
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    """What lies in a folder: every checkpoint with its kind and architecture."""
+    from transplant.inventory import Inventory, checkpoints_in, default_cache
+    from transplant.view import inventory_json, inventory_table
+
+    entries = Inventory(default_cache()).look_at(checkpoints_in(arguments.file))
+    told = json.dumps(inventory_json(entries), indent=2) if arguments.json else inventory_table(arguments.file, entries)
+    print(told)
     return OK
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transplant.architectures.spec import TransformerSpec
+from transplant.architectures.spec import TransformerSpec, Variant
 from transplant.base_model import BaseModel
 from transplant.checkpoint.header import Header
 from transplant.formats.base import Form, QuantizedLayer
@@ -109,6 +109,7 @@ class LoadPlan:
         compute: how quantized layers compute.
         warnings: what the user should know, one sentence each.
         branch: what a part does that diffusers' class has not; None where no file of the architecture has one.
+        variant: which network of the architecture it is, where there are several that look alike.
     """
 
     header: Header
@@ -130,6 +131,7 @@ class LoadPlan:
     compute: Compute
     warnings: tuple[str, ...]
     branch: Branch | None = None
+    variant: Variant | None = None
 
     @property
     def parts(self) -> tuple[ComponentPlan, ...]:

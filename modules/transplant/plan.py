@@ -90,7 +90,8 @@ def plan(
         tuple(keys.stored[name] for name in own if name in junk), draft.layers_by_weight, quantization.source,
         transformer, _plan_siblings(draft, spec, base, siblings), changes,
         draft.dtype, draft.device, draft.use_mmap, draft.compute,
-        (*_warnings(transformer), *_ignored(draft), *_gguf_warnings(draft, detection)), branch,
+        (*_misplaced(detection, component), *_warnings(transformer), *_ignored(draft), *_of_gguf(draft, detection)),
+        branch, detection.variant,
     )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def dominant_dtype(header: Header, keys: NamedKeys) -> torch.dtype:
 
 def _detected(header: Header, keys: NamedKeys, spec: TransformerSpec) -> Detection:
     """What the file is; raises where that is not the base's architecture."""
-    detection = identify(keys).seen_as(spec)
+    detection = identify(keys, metadata=header.metadata).seen_as(spec)
     refuse_other_kinds(header.path, detection)
     _check_architecture(header, keys, detection, spec)
     return detection
@@ -233,7 +234,15 @@ def _warnings(transformer: ComponentPlan) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _gguf_warnings(draft: Draft, detection: Detection) -> tuple[str, ...]:
+def _misplaced(detection: Detection, component: str) -> tuple[str, ...]:
+    """What the header says against the place that the file is put in. The place decides all the same."""
+    variant = detection.variant
+    if variant is None or variant.component in (None, component):
+        return ()
+    return (f"its header says that it is the {variant.name} one, made for {variant.component}, not for {component}",)
+
+
+def _of_gguf(draft: Draft, detection: Detection) -> tuple[str, ...]:
     header = draft.header
     if header.container != GGUF:
         return ()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transplant.architectures.detect import Detection
+from transplant.architectures.detect import BUNDLE, SHARD, TRANSFORMER, Detection
 from transplant.checkpoint.header import Header
-from transplant.checkpoint.naming import NamedKeys
-from transplant.errors import sample
+from transplant.checkpoint.naming import BUNDLED, NamedKeys
+from transplant.errors import printable, sample
+from transplant.inventory import UNREADABLE, Entry
 
 if TYPE_CHECKING:
     from transplant.load_plan import LoadPlan
@@ -62,6 +64,7 @@ def plan_rows(plan: LoadPlan) -> list[Row]:
         ("dropped", sample(plan.dropped) if plan.dropped else "nothing"),
         ("missing", _missing(plan)),
         ("brings along", ", ".join(part.component for part in plan.siblings) or "nothing"),
+        *([("variant", str(plan.variant))] if plan.variant else []),
         *([(plan.branch.title, str(plan.branch))] if plan.branch else []),
         ("config", _changes(plan.config_changes)),
         ("resident", f"{size(plan.resident_bytes)}, of which {size(plan.mapped_bytes)} stay in the file (mapped)"),
@@ -87,7 +90,7 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "file": str(plan.header.path),
         "files": [str(part.path) for part in plan.header.parts] or [str(plan.header.path)],
         "file_bytes": plan.header.stamp.size,
-        "kind": "transformer",
+        "kind": TRANSFORMER if BUNDLED.isdisjoint(plan.companions) else BUNDLE,
         "base": str(plan.base.path),
         "architecture": plan.spec.name,
         "why": plan.why,
@@ -101,6 +104,7 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "dropped": list(plan.dropped),
         "left_alone": [name for part in plan.parts for name in part.left_alone],
         "zero_filled": list(plan.zero_filled),
+        "variant": str(plan.variant) if plan.variant else None,
         "branch": {"title": plan.branch.title, "state": plan.branch.state.value} if plan.branch else None,
         "siblings": [part.component for part in plan.siblings],
         "config_changes": dict(plan.config_changes),
@@ -121,6 +125,7 @@ def file_rows(header: Header, keys: NamedKeys, detection: Detection) -> list[Row
         ("file", _file(header)),
         ("kind", f"{detection.kind}: {detection.why}"),
         ("architecture", detection.architecture or "none known here"),
+        *([("variant", str(detection.variant))] if detection.variant else []),
         ("layout", detection.layout.name if detection.layout else "unknown"),
         ("prefix", keys.prefix or "none"),
         ("tensors", f"{len(header.tensors)} stored, {len(keys.stored)} of them the transformer's"),
@@ -148,6 +153,7 @@ def file_json(header: Header, keys: NamedKeys, detection: Detection) -> dict[str
         "file_bytes": header.stamp.size,
         "kind": detection.kind,
         "architecture": detection.architecture,
+        "variant": str(detection.variant) if detection.variant else None,
         "why": detection.why,
         "layout": detection.layout.name if detection.layout else None,
         "prefix": keys.prefix,
@@ -155,6 +161,23 @@ def file_json(header: Header, keys: NamedKeys, detection: Detection) -> dict[str
         "rejected": [str(rejected) for rejected in detection.rejected],
         "groups": [vars(group) for group in file_groups(header, keys)],
     }
+
+
+def inventory_table(folder: Path, entries: Mapping[Path, Entry]) -> str:
+    """A folder's checkpoints as aligned text, named relative to it, and how many of each kind there are."""
+    lines = [("file", "kind", "architecture", "layout", "size")]
+    for path, entry in entries.items():
+        known = f"{entry.architecture} ({entry.variant})" if entry.variant else entry.architecture
+        told = known or (entry.why if entry.kind in (UNREADABLE, SHARD) else "")
+        lines.append((printable(str(path.relative_to(folder))), entry.kind, told, entry.layout, size(entry.nbytes)))
+    counts = Counter(entry.kind for entry in entries.values())
+    total = ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) or "no checkpoints"
+    return f"{_columns(lines)}\n\n{total}"
+
+
+def inventory_json(entries: Mapping[Path, Entry]) -> list[dict[str, Any]]:
+    """The same for programs; sizes in bytes."""
+    return [{"file": str(path), **vars(entry)} for path, entry in entries.items()]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -168,7 +191,11 @@ def group_table(groups: Sequence[Group]) -> str:
     lines = [("part", "tensors", "stored", "loaded", "size")]
     for group in sorted(groups, key=lambda group: -group.nbytes):
         lines.append((group.layers, str(group.count), group.stored, group.resident, size(group.nbytes)))
-    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    return _columns(lines)
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(line)).rstrip() for line in lines)
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transplant.architectures import SPECS
-from transplant.architectures.spec import Layout, TransformerSpec, Verdict
-from transplant.checkpoint.naming import NamedKeys
+from transplant.architectures.spec import Layout, TransformerSpec, Variant, Verdict
+from transplant.checkpoint.naming import BUNDLED, NamedKeys
 from transplant.errors import NotATransformer
 
-TRANSFORMER = "transformer"
+TRANSFORMER, BUNDLE = "transformer", "all-in-one bundle"
+SHARD = "pipeline shard"
+"""Of a checkpoint in several files, of which others are missing."""
 UNKNOWN = "unknown"
 
 _LORA = (
@@ -32,6 +34,9 @@ _VAE = (
     "decoder.conv_in.", "decoder.conv1.", "decoder.up_blocks.", "decoder.mid.", "decoder.upsamples.",
     "decoder.layers.", "taesd_",
 )  # fmt: skip
+
+MARKERS = (_LORA, _CONTROLNET, _TEXT_ENCODER, _VAE)
+"""What tells files that are no transformers."""
 
 _KINDS: tuple[tuple[str, str], ...] = (
     ("LoRA", "Put it into the LoRA folder and use it in the prompt or the LoRA list, not as a transformer"),
@@ -67,13 +72,14 @@ class Detection:
     """The answer.
 
     Attributes:
-        kind: "transformer", "LoRA", "ControlNet", "text encoder", "VAE" or "unknown".
+        kind: "transformer", "all-in-one bundle", "LoRA", "ControlNet", "text encoder", "VAE" or "unknown".
         spec: the architecture, where the kind is a known transformer.
         layout: how its keys are written.
         why: the keys that decided it.
         rejected: why each other architecture lost.
         fits: every architecture that the file may be, the winner first. More than one only where neither names
             nor shapes tell them apart, as with Anima and Cosmos Predict 2.
+        variant: which network of the architecture it is, where there are several that look alike.
     """
 
     kind: str
@@ -82,6 +88,7 @@ class Detection:
     why: str
     rejected: tuple[Rejected, ...]
     fits: tuple[Fit, ...] = ()
+    variant: Variant | None = None
 
     def seen_as(self, spec: TransformerSpec) -> Detection:
         """This detection with `spec` as the winner, where the file may be that: the base model then decides."""
@@ -100,12 +107,15 @@ class Detection:
         return min(partial, key=lambda r: len(r.verdict.lacking), default=None)
 
 
-def identify(keys: NamedKeys, specs: Collection[TransformerSpec] = SPECS) -> Detection:
+def identify(
+    keys: NamedKeys, specs: Collection[TransformerSpec] = SPECS, metadata: Mapping[str, str] | None = None
+) -> Detection:
     """Say what a file is.
 
     Args:
         keys: its names, normalised.
         specs: the architectures to choose from, the more special first.
+        metadata: the header's.
 
     Returns:
         The first architecture whose keys fit, or another kind of file, or "unknown"; with reasons.
@@ -124,7 +134,11 @@ def identify(keys: NamedKeys, specs: Collection[TransformerSpec] = SPECS) -> Det
     )
     if fits:
         winner = next(iter(fits.values()))
-        return Detection(TRANSFORMER, winner.spec, winner.layout, str(winner.verdict), rejected, tuple(fits.values()))
+        kind = TRANSFORMER if BUNDLED.isdisjoint(keys.companions) else BUNDLE
+        variants = winner.spec.variants
+        variant = variants.of(metadata) if variants and variants.where.judge(names).holds else None
+        why = str(winner.verdict)
+        return Detection(kind, winner.spec, winner.layout, why, rejected, tuple(fits.values()), variant)
     return _other_kind(keys, rejected)
 
 
@@ -149,7 +163,9 @@ def _other_kind(keys: NamedKeys, rejected: tuple[Rejected, ...]) -> Detection:
 
 def _first(stored: Mapping[str, str], markers: tuple[str, ...], inside: bool) -> str | None:
     """The first stored name that shows a marker: anywhere in it, or at its start."""
-    for own, name in stored.items():
+    text = "\n".join(("", *stored))
+    markers = tuple(marker for marker in markers if (marker if inside else f"\n{marker}") in text)
+    for own, name in stored.items() if markers else ():
         if any(marker in own for marker in markers) if inside else own.startswith(markers):
             return name
     return None

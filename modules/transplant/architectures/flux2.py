@@ -8,6 +8,7 @@ from transplant.architectures.spec import (
     Keys,
     Layout,
     TransformerSpec,
+    VariantSpec,
     takes_latents,
     takes_text,
 )
@@ -33,5 +34,9 @@ FLUX_2 = TransformerSpec(
         ),
     ),
     infer_config=_infer_config,
+    variants=VariantSpec(
+        ("Klein", "Klein base"),
+        where=Keys(none_of=("guidance_in.in_layer.weight", "time_guidance_embed.guidance_embedder.linear_1.weight")),
+    ),
     inputs=(takes_latents("x_embedder.weight"), takes_text("context_embedder.weight")),
 )

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transplant.architectures.spec import DIFFUSERS_LAYOUT, Keys, Layout, TransformerSpec, takes_latents, takes_text
+from transplant.architectures.spec import (
+    DIFFUSERS_LAYOUT,
+    Keys,
+    Layout,
+    TransformerSpec,
+    VariantSpec,
+    takes_latents,
+    takes_text,
+)
 
 
 def convert_ideogram4_transformer_to_diffusers(checkpoint: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -29,6 +37,12 @@ IDEOGRAM_4 = TransformerSpec(
             Keys(all_of=("llm_cond_proj.weight", "layers.0.attention.qkv.weight")),
             convert_ideogram4_transformer_to_diffusers,
         ),
+    ),
+    variants=VariantSpec(
+        ("conditional", "unconditional"),
+        key="model_type",
+        values=(("ideogram4_cond", "conditional"), ("ideogram4_uncond", "unconditional")),
+        components=(("conditional", "transformer"), ("unconditional", "unconditional_transformer")),
     ),
     inputs=(takes_latents("input_proj.weight"), takes_text("llm_cond_proj.weight")),
 )

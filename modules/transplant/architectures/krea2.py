@@ -11,6 +11,7 @@ from transplant.architectures.spec import (
     Keys,
     Layout,
     TransformerSpec,
+    VariantSpec,
     takes_latents,
     takes_text,
 )
@@ -36,5 +37,6 @@ KREA_2 = TransformerSpec(
         ),
     ),
     branch=BranchSpec("residual branch", (*_UP, *_DOWN), _UP, "Krea2ResidualTransformer2DModel"),
+    variants=VariantSpec(("raw", "turbo")),
     inputs=(takes_latents("img_in.weight"), takes_text("txt_in.linear_1.weight")),
 )

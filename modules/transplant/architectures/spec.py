@@ -31,7 +31,8 @@ class Keys:
 
     def judge(self, names: Collection[str]) -> Verdict:
         """Whether `names` meet the condition, and the names that decided it."""
-        present = {key for key in (*self.all_of, *self.any_of, *self.none_of) if _occurs(key, names)}
+        asked = (*self.all_of, *self.any_of, *self.none_of)
+        present = {key for key in asked if key in names or (key.endswith(".") and _begins(key, names))}
         lacking = tuple(key for key in self.all_of if key not in present)
         if self.any_of and present.isdisjoint(self.any_of):
             lacking += (" or ".join(self.any_of),)
@@ -103,6 +104,48 @@ class SiblingSpec:
 
 
 @dataclass(frozen=True)
+class VariantSpec:
+    """Networks of one architecture that names and shapes do not tell apart.
+
+    Attributes:
+        names: what they are called.
+        key: the header's metadata entry that says which one a file is, "" where none does.
+        values: its values and the names that they stand for.
+        components: names and the pipeline components that such networks are for, where a pipeline has both.
+        where: what the names of a file must meet for the question to arise.
+    """
+
+    names: tuple[str, ...]
+    key: str = ""
+    values: tuple[tuple[str, str], ...] = ()
+    components: tuple[tuple[str, str], ...] = ()
+    where: Keys = Keys()
+
+    def of(self, metadata: Mapping[str, str] | None) -> Variant:
+        """Which variant a file with these metadata is."""
+        name = dict(self.values).get((metadata or {}).get(self.key, "")) if self.key else None
+        return Variant(name, self.names, dict(self.components).get(name or ""))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which of its architecture's variants a file is.
+
+    Attributes:
+        name: the variant; None where nothing in the file tells.
+        names: what it may be.
+        component: the pipeline component that it is for, where the file says so.
+    """
+
+    name: str | None
+    names: tuple[str, ...]
+    component: str | None = None
+
+    def __str__(self) -> str:
+        return self.name or f"cannot be told: {', '.join(self.names[:-1])} or {self.names[-1]}"
+
+
+@dataclass(frozen=True)
 class InputSpec:
     """Where a network takes what another component of the pipeline gives.
 
@@ -164,6 +207,7 @@ class TransformerSpec:
         fp8_skip_patterns: modules whose weights stay out of FP8 storage.
         other_classes: names of further diffusers classes with the same keys.
         branch: a part that some files hold and the class has not.
+        variants: networks that names and shapes do not tell apart.
         inputs: weights that take along dimension 1 what other components give: a file of another width there
             belongs to another pipeline.
     """
@@ -182,6 +226,7 @@ class TransformerSpec:
     fp8_skip_patterns: tuple[str, ...] = field(default=())
     other_classes: tuple[str, ...] = ()
     branch: BranchSpec | None = None
+    variants: VariantSpec | None = None
     inputs: tuple[InputSpec, ...] = ()
 
     def serves(self, cls: str, pipeline: str) -> bool:
@@ -194,7 +239,5 @@ class TransformerSpec:
         return any(fnmatchcase(name, pattern) for pattern in self.junk)
 
 
-def _occurs(key: str, names: Collection[str]) -> bool:
-    if key.endswith("."):
-        return any(name.startswith(key) for name in names)
-    return key in names
+def _begins(start: str, names: Collection[str]) -> bool:
+    return f"\n{start}" in "\n".join(("", *names))

@@ -11,6 +11,7 @@ from transplant.architectures.spec import (
     Keys,
     Layout,
     TransformerSpec,
+    VariantSpec,
     takes_latents,
     takes_text,
 )
@@ -62,6 +63,10 @@ WAN = TransformerSpec(
         ),
     ),
     infer_config=_infer_config,
+    variants=VariantSpec(
+        ("Wan 2.1", "Wan 2.2 high noise", "Wan 2.2 low noise"),
+        where=Keys(any_of=("blocks.39.",)),  # 14B
+    ),
     inputs=_INPUTS,
 )
 

@@ -14,6 +14,7 @@ import reprlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -158,6 +159,33 @@ def read_header(path: Path | str) -> Header:
     if files == (path,):
         return _read_file(path)
     return _joined(path, [_read_file(file) for file in files])
+
+
+@dataclass(frozen=True)
+class Names:
+    """What detection needs of a header.
+
+    Attributes:
+        names: stored names, in the order of their data.
+        metadata: as in Header.
+    """
+
+    names: Sequence[str]
+    metadata: Mapping[str, str] | None
+
+
+def read_names(path: Path) -> Names:
+    """Read and check a header as `read_header` does, for its names alone. Raises what it raises."""
+    files = members(path)
+    if files == (path,) and path.is_file() and path.suffix.lower() == ".safetensors":
+        with suppress(OSError, UnreadableFile), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = _read_raw_header(path, file, size)
+            quick = quick_columns(raw, size - 8 - len(raw), DTYPE_BITS, MAX_INT)
+            if quick is not None:
+                return Names(quick.names, quick.metadata)
+    header = read_header(path)
+    return Names(list(header.tensors), header.metadata)
 
 
 def _joined(path: Path, headers: Sequence[Header]) -> Header:

@@ -32,6 +32,9 @@ COMPANIONS: Mapping[str, str] = {
 Where a file holds normal and EMA weights the normal ones are used, as ComfyUI and SD.Next do.
 """
 
+BUNDLED = frozenset({"text encoder", "VAE", "audio VAE", "vocoder", "text projection"})
+"""Kinds of companions that make a file an all-in-one bundle."""
+
 SCHEDULE_BUFFERS = frozenset({
     "alphas_cumprod", "alphas_cumprod_prev", "betas", "log_one_minus_alphas_cumprod", "logvar",
     "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2", "posterior_variance",
@@ -82,6 +85,10 @@ def normalise(path: Path, names: Iterable[str]) -> NamedKeys:
         MixedPrefixes: keys outside the dominant prefix that belong to no known companion.
         DuplicateTensor: two stored names become one.
     """
+    names = list(names)
+    uniform = _under_one_prefix(names)
+    if uniform is not None:
+        return uniform
     own, companions = drop_companions(names)
     prefix = dominant_prefix(own)
     foreign = PREFIXES[:2]
@@ -89,16 +96,6 @@ def normalise(path: Path, names: Iterable[str]) -> NamedKeys:
     strangers = [name for name in strangers if name not in _GLOBAL_MARKERS]
     if strangers:
         raise MixedPrefixes(path, prefix, strangers)
-    text = "\n".join(own)
-    if not any(wrapper in text for wrapper in WRAPPERS):
-        stored = {name.removeprefix(prefix): name for name in own}
-        if len(stored) == len(own):
-            return NamedKeys(prefix, stored, companions, ())
-    return _unwrapped(path, own, prefix, companions)
-
-
-def _unwrapped(path: Path, own: Iterable[str], prefix: str, companions: Mapping[str, int]) -> NamedKeys:
-    """Names one by one: some carry wrappers, or two become one."""
     stored: dict[str, str] = {}
     wrappers: set[str] = set()
     for name in own:
@@ -107,6 +104,19 @@ def _unwrapped(path: Path, own: Iterable[str], prefix: str, companions: Mapping[
             raise DuplicateTensor(path, bare, (stored[bare], name))
         stored[bare] = name
     return NamedKeys(prefix, stored, companions, tuple(sorted(wrappers)))
+
+
+def _under_one_prefix(names: Sequence[str]) -> NamedKeys | None:
+    """The names of a file that holds a transformer alone, by searches in one text; None for any other file."""
+    text = "\n".join(("", *names))
+    unusual = any(f"\n{prefix}" in text for prefix in COMPANIONS) or any(wrapper in text for wrapper in WRAPPERS)
+    if unusual or text.count("\n") != len(names) or not SCHEDULE_BUFFERS.isdisjoint(names):
+        return None
+    prefix = next((prefix for prefix in PREFIXES if f"\n{prefix}" in text), "")
+    if prefix and text.count(f"\n{prefix}") != len(names):
+        return None
+    stored = {name[len(prefix) :]: name for name in names}
+    return NamedKeys(prefix, stored, {}, ()) if len(stored) == len(names) else None
 
 
 def drop_companions(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
