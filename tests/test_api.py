@@ -147,7 +147,7 @@ def test_models_files_and_samplers_are_listed(served: Served) -> None:
     unets = {entry["name"]: entry for entry in served.get("/sdapi/v1/unets")}
     assert unets["demo-flux"]["architecture"] == "FLUX.1"
     assert unets["demo-comfyui-bf16"]["architecture"] == "Z-Image"
-    assert {entry["kind"] for entry in unets.values()} == {"transformer"}
+    assert {entry["kind"] for entry in unets.values()} == {"transformer", "all-in-one bundle"}
     assert [entry["name"] for entry in served.get("/sdapi/v1/samplers")][:2] == ["Default", "Euler FlowMatch"]
 
     folder = served.worker.catalog.models_dir / "UNET"

@@ -40,7 +40,7 @@ def test_inspect_without_a_base(models: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not re.search(r"\| +(torch|diffusers|gradio)$", done.stderr, re.MULTILINE)
     assert "Z-Image" in done.stdout
     told = json.loads(run("inspect", file, "--json").stdout)
-    assert told["kind"] == "transformer"
+    assert told["kind"] == "all-in-one bundle"
     assert told["prefix"] == "model.diffusion_model."
     assert set(told["companions"]) == {"text encoder", "VAE"}
 

@@ -157,7 +157,7 @@ def unwrap(name: str, seen: set[str]) -> str:
     if name.startswith("_orig_mod.") or "._orig_mod." in name:
         name = ".".join(part for part in name.split(".") if part != "_orig_mod")
         seen.add("_orig_mod.")
-    if name.startswith("module."):
+    while name.startswith("module."):
         name = name.removeprefix("module.")
         seen.add("module.")
     return name

@@ -18,12 +18,14 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from transplant.architectures.detect import SHARD
 from transplant.errors import OptionError, TransplantError
 from transplant.hosts.standalone.api_page import api_page
 from transplant.hosts.standalone.folders import find
 from transplant.hosts.standalone.jobs import Job
 from transplant.hosts.standalone.models import BASE, SLOT_OF
 from transplant.hosts.standalone.worker import Worker
+from transplant.inventory import UNREADABLE, Entry
 from transplant.options import OPTIONS
 from transplant.request import make_request
 from transplant.slots import PRIMARY
@@ -112,9 +114,11 @@ def _add_models(routes: APIRouter, worker: Worker, owners: Any) -> None:
 
     @routes.get("/sdapi/v1/unets", summary="The files for the slots, with what each of them is")
     def unets() -> list[dict[str, Any]]:  # pyright: ignore[reportUnusedFunction]
+        described = worker.catalog.described()
         return [
-            {"name": name, "filename": str(path), **_identified(path)}
+            {"name": name, "filename": str(path), **_identified(described[name])}
             for name, path in worker.catalog.overrides.items()
+            if name in described
         ]
 
     @routes.get("/sdapi/v1/samplers", summary="The samplers of the loaded base model")
@@ -226,10 +230,9 @@ def _inspected(path: Path) -> dict[str, Any]:
         raise HTTPException(422, str(error)) from error
 
 
-def _identified(path: Path) -> dict[str, Any]:
+def _identified(entry: Entry) -> dict[str, Any]:
     """Kind and architecture; why not, where the file cannot be read."""
-    try:
-        told = _inspected(path)
-    except HTTPException as error:
-        return {"kind": None, "architecture": None, "problem": error.detail}
-    return {"kind": told.get("kind"), "architecture": told.get("architecture"), "problem": None}
+    if entry.kind == UNREADABLE:
+        return {"kind": None, "architecture": None, "problem": entry.why}
+    problem = entry.why if entry.kind == SHARD else None
+    return {"kind": entry.kind, "architecture": entry.architecture or None, "problem": problem}

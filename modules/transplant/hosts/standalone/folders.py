@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from transplant.base_model import INDEXES, BaseModel, read_base
 from transplant.checkpoint.shards import INDEX, choices, title
 from transplant.errors import BaseModelError, TransplantError, printable, sample
+from transplant.inventory import Entry, Inventory
 from transplant.slots import DEFAULT, NONE
 
 log = logging.getLogger("transplant")
@@ -102,11 +103,13 @@ class Catalog:
     Attributes:
         models_dir: the user's models folder.
         demo_dir: the models folder that the demo is made in.
+        inventory: what the overrides are.
     """
 
-    def __init__(self, models_dir: Path, demo_dir: Path) -> None:
+    def __init__(self, models_dir: Path, demo_dir: Path, inventory: Inventory | None = None) -> None:
         self.models_dir = models_dir
         self.demo_dir = demo_dir
+        self.inventory = inventory or Inventory()
         self._bases: dict[str, Path] = {}
         self._overrides: dict[str, Path] = {}
         self._lock = threading.Lock()
@@ -122,6 +125,12 @@ class Catalog:
         """Overrides by name."""
         with self._lock:
             return dict(self._overrides)
+
+    def described(self) -> dict[str, Entry]:
+        """What each override is, by name: kind and architecture. Quick where the files were looked at before."""
+        named = self.overrides
+        entries = self.inventory.look_at(named.values())
+        return {name: entries[path] for name, path in named.items()}
 
     @property
     def needs_demo(self) -> bool:

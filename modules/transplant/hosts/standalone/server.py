@@ -150,6 +150,7 @@ def _run(arguments: Arguments, listener: socket.socket) -> None:
     from transplant.hosts.standalone.log_panel import FORMAT, LogLines
     from transplant.hosts.standalone.settings import Settings
     from transplant.hosts.standalone.worker import Worker
+    from transplant.inventory import Inventory
 
     lines, console = LogLines(), logging.StreamHandler()
     console.setFormatter(FORMAT)
@@ -158,10 +159,11 @@ def _run(arguments: Arguments, listener: socket.socket) -> None:
     log.propagate = False
     pictures = PictureStore(arguments.data_dir / "outputs")
     os.environ["GRADIO_TEMP_DIR"] = str(pictures.temporary / "gradio")
+    cache = arguments.data_dir / "cache"
     worker = Worker(
         Settings(arguments.data_dir / "config.json"),
-        Catalog(arguments.models_dir, arguments.data_dir / "demo" / "models"),
-        pictures, Digests(arguments.data_dir / "cache" / "digests.json"), arguments.device, arguments.dtype,
+        Catalog(arguments.models_dir, arguments.data_dir / "demo" / "models", Inventory(cache / "inventory.json")),
+        pictures, Digests(cache / "digests.json"), arguments.device, arguments.dtype,
     )  # fmt: skip
     try:
         _serve(arguments, listener, application(arguments, worker, lines), worker)
