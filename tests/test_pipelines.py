@@ -33,13 +33,12 @@ from transplant.recipe import Made
 from transplant.slots import DEFAULT, PRIMARY, SECONDARY, SLOTS, Override, SlotKind
 
 NOT_COVERED = {
-    "FLUX.3": "diffusers has modular pipelines for it only",
-    "Cosmos Predict 2": "its pipeline is not made without cosmos_guardrail, and models of several GB for that",
-    "LTX-2": "two autoencoders, a vocoder, text connectors and a Gemma 3 that reads pictures",
-    "Qwen-Image 2.1": "its processor needs an image processor, which needs torchvision",
-    "ERNIE-Image": "its text encoder is a Mistral 3 that reads pictures",
+    "FLUX.3": "diffusers has modular pipelines for it only, whose text block takes the processor of Qwen3-VL: its "
+    "picture and video parts need torchvision",
+    "LTX-2": "its call makes sound beside the picture: two autoencoders, a vocoder, text connectors and a Gemma 3",
+    "Qwen-Image 2.1": "it takes the processor of Qwen3-VL, whose picture and video parts need torchvision",
     "Wan Animate": "draws from a picture, a video of poses and one of faces",
-    "Wan Animate 2": "diffusers has modular pipelines for it only",
+    "Wan Animate 2": "diffusers has modular pipelines for it only, which draw from a picture and a video",
 }
 DUAL = [name for name, tiny in PIPELINES.items() if len(tiny.slots) == 2]
 WIDTH_IN_SOURCE = {

@@ -13,6 +13,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.cosmos import pipeline_cosmos2_text2image
 
 from tiny_configs import TINY, UNET_SD1, UNET_SDXL
 from tiny_models import make_demo
@@ -332,6 +333,36 @@ def anima(**config: Any) -> Any:
     return pipe
 
 
+def ernie_image() -> Any:
+    vision = {
+        "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 4, "image_size": 8, "patch_size": 4,
+    }  # fmt: skip
+    config = transformers.Mistral3Config(text_config={**text(12), "model_type": "mistral"}, vision_config=vision)
+    return diffusers.ErnieImagePipeline(
+        transformer=network("ErnieImageTransformer2DModel"), vae=vae_flux2(2), tokenizer=tokenizer(), scheduler=flow(),
+        text_encoder=filled(transformers.Mistral3Model(config)),
+    )  # fmt: skip
+
+
+class Unchecked(torch.nn.Module):
+    """In place of NVIDIA's guardrail, a package with models of several GB: lets every text through."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def check_text_safety(self, prompt: str) -> bool:
+        return True
+
+
+def cosmos_predict_2() -> Any:
+    """Without the mask of padding, which diffusers resizes with torchvision."""
+    pipeline_cosmos2_text2image.CosmosSafetyChecker = Unchecked
+    return diffusers.Cosmos2TextToImagePipeline(
+        text_encoder=t5(16), tokenizer=tokenizer(), vae=vae_wan(4), scheduler=flow(use_karras_sigmas=True),
+        transformer=network("CosmosTransformer3DModel", concat_padding_mask=False),
+    )  # fmt: skip
+
+
 _PICTURE = {"prompt": "a red circle", "num_inference_steps": 1, "height": 16, "width": 16}
 _LARGER = {"height": 32, "width": 32}
 _SHORT = {**_PICTURE, "max_sequence_length": 24}
@@ -373,6 +404,11 @@ PIPELINES: dict[str, TinyPipeline] = {
     "Wan VACE": TinyPipeline("Wan VACE", wan_vace, _WAN_VACE),
     "LTX-Video": TinyPipeline("LTX-Video", ltx, _VIDEO),
     "Anima": TinyPipeline("Anima", anima, _SHORT, "net."),
+    "ERNIE-Image": TinyPipeline("ERNIE-Image", ernie_image, {**_PICTURE, "use_pe": False}),
+    "Cosmos Predict 2": TinyPipeline(
+        "Cosmos Predict 2", cosmos_predict_2,
+        {**_SHORT, **_LARGER, "num_inference_steps": 2, "negative_prompt": "blue"},
+    ),
     "Mochi": TinyPipeline("Mochi", mochi, {**_VIDEO, "num_frames": 7, "num_inference_steps": 2}),
     "HunyuanVideo": TinyPipeline("HunyuanVideo", hunyuan_video, _VIDEO),
 }  # fmt: skip
