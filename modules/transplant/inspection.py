@@ -87,7 +87,9 @@ def inspect_file(file: Path | str) -> Inspection:
         formats, refusal = _formats(header, keys), None
     except OverrideArchMismatch as error:
         formats, refusal = {}, error
-    return Inspection(header, keys, identify(keys), tuple(layer_maps(formats)), refusal=refusal)
+    return Inspection(
+        header, keys, identify(keys, metadata=header.metadata), tuple(layer_maps(formats)), refusal=refusal
+    )
 
 
 def inspect_over_base(file: Path | str, base: BaseModel, component: str, settings: LoadSettings) -> Inspection:
