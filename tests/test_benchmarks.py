@@ -115,3 +115,18 @@ def test_docs_hold_the_markers() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert page.count(MARKERS[0]) == page.count(MARKERS[1]) == 1
     assert page.index(MARKERS[0]) < page.index(MARKERS[1])
+
+
+def test_fp8_storage_at_small_size() -> None:
+    """A load with FP8 storage takes its fp8 size and a layer; less than the bf16 file, and within the target."""
+    program = ROOT / "benchmarks" / "fp8_storage.py"
+    done = subprocess.run(
+        [sys.executable, str(program), "--layers", "1", "--only", "mapped", "read", "diffusers"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [table] = tables(done.stdout)
+    for row in table[:2]:
+        assert number(row["peak anonymous memory"]) <= number(row["parameters"]) + 300  # the largest layer is 118 MB
+        assert row["at most +600 MB"] == "yes"
+    assert len({row["parameters"] for row in table}) == 1  # the same as diffusers' layerwise casting leaves

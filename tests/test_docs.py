@@ -22,7 +22,15 @@ from tiny_models import make_demo, write_sparse
 from transplant.architectures import SPECS
 
 ROOT = Path(__file__).parent.parent
-DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/benchmarks.md", "benchmarks/README.md")
+DOCS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/design.md",
+    "docs/benchmarks.md",
+    "docs/fp8_storage.md",
+    "benchmarks/README.md",
+)
 
 
 @dataclass(frozen=True)

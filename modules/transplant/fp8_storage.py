@@ -6,10 +6,11 @@ tensor itself is put back after a forward, also after one that fails, instead of
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 from transplant.adapters import let_adapters_compute_in
 from transplant.compute_dtype import record_compute_dtype
 from transplant.dtype_readers import dtype_readers, is_under
+from transplant.errors import TransplantError
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -79,6 +81,11 @@ def is_unknown(cls: type, of_spec: Iterable[str]) -> bool:
     return not [*_declared(cls), *of_spec]
 
 
+def unknown_text(cls: type) -> str:
+    """What the user should know of FP8 storage for such a class."""
+    return f"nothing is known of FP8 storage for a {cls.__name__}: every embedder and last layer stays as it is"
+
+
 def _declared(cls: type) -> list[str]:
     return list(getattr(cls, "_skip_layerwise_casting_patterns", None) or [])
 
@@ -114,9 +121,10 @@ def _is_adapter(name: str) -> bool:
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in fp8; the tensor itself where it is in fp8 already or holds more than fp8 can."""
-    if tensor.dtype in FP8 or not tensor.numel() or float(tensor.abs().max()) > LARGEST:
+    if tensor.dtype in FP8 or not tensor.numel():
         return tensor
-    return tensor.to(STORAGE)
+    least, most = torch.aminmax(tensor)
+    return tensor if max(-float(least), float(most)) > LARGEST else tensor.to(STORAGE)
 
 
 def store_in_fp8(model: ModelMixin, of_spec: Iterable[str], name: str) -> int:
@@ -129,15 +137,49 @@ def store_in_fp8(model: ModelMixin, of_spec: Iterable[str], name: str) -> int:
 
     Returns:
         How many layers rest in fp8.
+
+    Raises:
+        TransplantError: its weights are in the hands of an offloading hook; nothing was changed.
     """
     if is_quantized(model):
         log.info("%s: FP8 storage has no effect, its weights are already quantized", name)
         return 0
+    of_spec = tuple(of_spec)
+    _check_not_offloaded(model, name)
+    if is_unknown(type(model), of_spec):
+        log.warning("%s: %s", name, unknown_text(type(model)))
     dtype = model.dtype
     for layer in castable_layers(model, skip_patterns(type(model), of_spec)):
         for parameter in model.get_submodule(layer).parameters(recurse=False):
             parameter.data = stored(parameter.data)
     return hook_fp8_layers(model, dtype, name)
+
+
+def _check_not_offloaded(model: torch.nn.Module, name: str) -> None:
+    """Offloading keeps copies of the weights that it would bring back: the cast must come before it."""
+    hooks: list[Any] = [getattr(module, "_diffusers_hook", None) for module in model.modules()]
+    grouped = any(hook is not None and hook.get_hook("group_offloading") is not None for hook in hooks)
+    if grouped or any(parameter.is_meta for parameter in model.parameters()):
+        raise TransplantError(f"{name}: its weights are offloaded already; switch FP8 storage on before offloading")
+
+
+def triton_reads_e4m3(capabilities: Iterable[tuple[int, int]]) -> bool:
+    """Whether torch.compile can cast float8_e4m3fn on CUDA devices of these compute capabilities: from 8.9 on."""
+    return all(capability >= (8, 9) for capability in capabilities)
+
+
+def _widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype)
+
+
+@functools.cache
+def _cast_for_here() -> Callable[[torch.Tensor, torch.dtype], torch.Tensor]:
+    """The cast up, kept out of torch.compile where Triton cannot do it."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if triton_reads_e4m3(torch.cuda.get_device_capability(index) for index in range(count)):
+        return _widened
+    opaque: Any = torch.compiler.disable(_widened)
+    return opaque
 
 
 def hook_fp8_layers(model: ModelMixin, dtype: torch.dtype, name: str) -> int:
@@ -165,6 +207,8 @@ def _hook(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Register the hook under the name by which diffusers finds a model's compute dtype; twice is once."""
     from diffusers.hooks import HookRegistry, ModelHook
 
+    cast = _cast_for_here()
+
     class Fp8StorageHook(ModelHook):
         """Computes with the weights cast up, and puts the stored tensors back whatever happens."""
 
@@ -175,7 +219,7 @@ def _hook(module: torch.nn.Module, dtype: torch.dtype) -> None:
             at_rest = [(p, p.data) for p in module.parameters(recurse=False) if p.dtype in FP8]
             try:
                 for parameter, data in at_rest:
-                    parameter.data = data.to(self.compute_dtype)
+                    parameter.data = cast(data, self.compute_dtype)
                 return self.fn_ref.original_forward(*args, **kwargs)
             finally:
                 for parameter, data in at_rest:

@@ -23,7 +23,7 @@ from transplant.checkpoint.naming import NamedKeys, normalise, split_siblings
 from transplant.checkpoint.reader import TORCH_DTYPES, mmap_by_default
 from transplant.errors import ConverterFailed, WrongArchitecture, sample
 from transplant.formats.containers import read_quantization
-from transplant.fp8_storage import FP8, support_on
+from transplant.fp8_storage import FP8, is_unknown, support_on, unknown_text
 from transplant.load_plan import ComponentPlan, LoadPlan
 from transplant.recipe import CONVERTER_ERRORS, Made, as_named, trace
 from transplant.sdnq_bridge import Compute
@@ -90,7 +90,10 @@ def plan(
         tuple(keys.stored[name] for name in own if name in junk), draft.layers_by_weight, quantization.source,
         transformer, _plan_siblings(draft, spec, base, siblings), changes,
         draft.dtype, draft.device, draft.use_mmap, draft.compute,
-        (*_misplaced(detection, component), *_warnings(transformer), *_ignored(draft), *_of_gguf(draft, detection)),
+        (
+            *_misplaced(detection, component), *_warnings(transformer), *_ignored(draft, transformer.cls, spec),
+            *_of_gguf(draft, detection),
+        ),
         branch, detection.variant,
     )  # fmt: skip
 
@@ -211,8 +214,8 @@ def _make(
         raise ConverterFailed(draft.header.path, title, f"{type(error).__name__}: {error}") from error
 
 
-def _ignored(draft: Draft) -> tuple[str, ...]:
-    """Why FP8 storage or quantization on load that was asked for does nothing."""
+def _ignored(draft: Draft, cls: type, spec: TransformerSpec) -> tuple[str, ...]:
+    """Why FP8 storage or quantization on load that was asked for does nothing, or is done with caution."""
     told: list[str] = []
     if draft.compute.quantize and draft.layers:
         told.append("quantization on load changes nothing: the weights are already quantized and stay as they are")
@@ -220,6 +223,8 @@ def _ignored(draft: Draft) -> tuple[str, ...]:
         told.append("FP8 storage has no effect: the weights are already quantized and stay as they are")
     elif draft.compute.fp8_storage and not (support := support_on(draft.device)).possible:
         told.append(f"FP8 storage has no effect: it {support.reason}")
+    elif draft.compute.fp8_storage and is_unknown(cls, spec.fp8_skip_patterns):
+        told.append(unknown_text(cls))
     return tuple(told)
 
 

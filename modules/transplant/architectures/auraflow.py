@@ -16,4 +16,5 @@ AURAFLOW = TransformerSpec(
         ),
     ),
     inputs=(takes_latents("pos_embed.proj.weight"), takes_text("context_embedder.weight")),
+    fp8_skip_patterns=("context_embedder", "time_step_proj"),
 )

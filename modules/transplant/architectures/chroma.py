@@ -24,4 +24,5 @@ CHROMA = TransformerSpec(
     ),
     infer_config=depth,
     inputs=(takes_latents("x_embedder.weight"), takes_text("context_embedder.weight")),
+    fp8_skip_patterns=("x_embedder", "context_embedder", "distilled_guidance_layer"),
 )

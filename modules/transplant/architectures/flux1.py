@@ -53,4 +53,5 @@ FLUX_1 = TransformerSpec(
     ),
     infer_config=_infer_config,
     inputs=(takes_latents("x_embedder.weight"), takes_text("context_embedder.weight")),
+    fp8_skip_patterns=("x_embedder", "context_embedder", "time_text_embed"),
 )

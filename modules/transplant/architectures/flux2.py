@@ -39,4 +39,5 @@ FLUX_2 = TransformerSpec(
         where=Keys(none_of=("guidance_in.in_layer.weight", "time_guidance_embed.guidance_embedder.linear_1.weight")),
     ),
     inputs=(takes_latents("x_embedder.weight"), takes_text("context_embedder.weight")),
+    fp8_skip_patterns=("x_embedder", "context_embedder", "time_guidance_embed"),
 )

@@ -16,4 +16,5 @@ FLUX_3 = TransformerSpec(
     ),
     junk=("repa_projectors.*",),  # heads that only training uses
     inputs=(takes_latents("x_embedders.image.weight"), takes_text("context_embedder.weight")),
+    fp8_skip_patterns=("x_embedders", "context_embedder", "timestep_embedder"),
 )

@@ -46,4 +46,5 @@ HUNYUAN_VIDEO = TransformerSpec(
         ),
     ),
     inputs=(takes_latents("x_embedder.proj.weight"), takes_text("context_embedder.proj_in.weight")),
+    fp8_skip_patterns=("time_text_embed",),
 )

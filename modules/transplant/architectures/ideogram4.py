@@ -45,4 +45,5 @@ IDEOGRAM_4 = TransformerSpec(
         components=(("conditional", "transformer"), ("unconditional", "unconditional_transformer")),
     ),
     inputs=(takes_latents("input_proj.weight"), takes_text("llm_cond_proj.weight")),
+    fp8_skip_patterns=("input_proj", "llm_cond_proj", "final_layer"),
 )

@@ -39,4 +39,5 @@ KREA_2 = TransformerSpec(
     branch=BranchSpec("residual branch", (*_UP, *_DOWN), _UP, "Krea2ResidualTransformer2DModel"),
     variants=VariantSpec(("raw", "turbo")),
     inputs=(takes_latents("img_in.weight"), takes_text("txt_in.linear_1.weight")),
+    fp8_skip_patterns=("img_in", "txt_in", "final_layer"),
 )

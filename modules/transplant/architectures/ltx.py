@@ -44,6 +44,7 @@ LTX_VIDEO = TransformerSpec(
     ),
     infer_config=_infer_config,
     inputs=_INPUTS,
+    fp8_skip_patterns=("time_embed", "caption_projection"),
 )
 
 LTX_2 = TransformerSpec(
@@ -66,4 +67,5 @@ LTX_2 = TransformerSpec(
     # The text connectors are a component of their own, which comes from the base model.
     junk=("video_embeddings_connector.*", "audio_embeddings_connector.*"),
     inputs=_INPUTS,
+    fp8_skip_patterns=("time_embed", "caption_projection", "audio_proj_(in|out)", "timestep_embedder"),
 )

@@ -15,4 +15,5 @@ MOCHI = TransformerSpec(
         ),
     ),
     inputs=(takes_latents("patch_embed.proj.weight"), takes_text("time_embed.caption_proj.weight")),
+    fp8_skip_patterns=("time_embed",),
 )

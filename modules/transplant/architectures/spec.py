@@ -204,7 +204,8 @@ class TransformerSpec:
         acceptable_missing: beginnings of names of buffers that files leave out.
         zero_init_missing: names that are filled with zeros where a file leaves them out.
         junk: own names that have no home in the model and are dropped; `*` stands for any run of characters.
-        fp8_skip_patterns: modules whose weights stay out of FP8 storage.
+        fp8_skip_patterns: modules whose weights stay out of FP8 storage beside those that the class declares:
+            embedders and the last layer, which are small and which every token depends on.
         other_classes: names of further diffusers classes with the same keys.
         branch: a part that some files hold and the class has not.
         variants: networks that names and shapes do not tell apart.

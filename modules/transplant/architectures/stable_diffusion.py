@@ -37,6 +37,7 @@ SDXL = TransformerSpec(
         ),
     ),
     inputs=_INPUTS,
+    fp8_skip_patterns=("^conv_in", "^conv_out", "time_embedding", "add_embedding"),
 )
 
 STABLE_DIFFUSION = TransformerSpec(
@@ -63,4 +64,5 @@ STABLE_DIFFUSION = TransformerSpec(
         ),
     ),
     inputs=_INPUTS,
+    fp8_skip_patterns=("^conv_in", "^conv_out", "time_embedding"),
 )

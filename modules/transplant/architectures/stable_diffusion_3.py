@@ -55,4 +55,5 @@ STABLE_DIFFUSION_3 = TransformerSpec(
     ),
     infer_config=_infer_config,
     inputs=(takes_latents("pos_embed.proj.weight"), takes_text("context_embedder.weight")),
+    fp8_skip_patterns=("time_text_embed", "context_embedder"),
 )

@@ -92,6 +92,7 @@ WAN_ANIMATE = TransformerSpec(
     ),
     junk=("motion_encoder.*.kernel",),  # fixed blur filters, which the class makes itself
     inputs=_INPUTS,
+    fp8_skip_patterns=("face_encoder",),
 )
 
 WAN_ANIMATE_2 = TransformerSpec(
@@ -106,4 +107,5 @@ WAN_ANIMATE_2 = TransformerSpec(
             "diffusers.loaders.single_file_utils:convert_wan_animate_2_transformer_to_diffusers",
         ),
     ),
+    fp8_skip_patterns=("text_embedding", "^head"),
 )
