@@ -21,13 +21,14 @@ if __name__ == "__main__" and sys.version_info < (3, 10):
     )
 
 ROOT = Path(__file__).resolve().parent
-COMMANDS = ("serve", "inspect", "load", "generate", "test")
+COMMANDS = ("serve", "inspect", "load", "convert", "generate", "test")
 USAGE = """\
-usage: python3 extension.py [serve|inspect|load|generate|test] ...
+usage: python3 extension.py [serve|inspect|load|convert|generate|test] ...
 
   serve      the WebUI on this machine; also what runs without a command
   inspect    says what a transformer file holds and whether it can be loaded
   load       loads a file over a base model, reports time and memory
+  convert    writes what a file holds as a diffusers folder
   generate   makes a picture
   test       runs the tests; its arguments go to pytest, paths count from the project's folder
 

@@ -11,6 +11,10 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
+# SDNQ compiles its functions unless it is told not to before its first import. Transplant tells it; a test that imports
+# sdnq first would not, and compiling takes minutes. Tests of compiled values run in processes of their own.
+os.environ.setdefault("SDNQ_USE_TORCH_COMPILE", "0")
+
 # A shell starts background jobs with SIGINT ignored, and programs started from there would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,7 @@ from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
 from transplant.checkpoint.header import TensorInfo
 from transplant.checkpoint.reader import TORCH_DTYPES
 from transplant.formats import formats
-from transplant.formats.base import Codes, QuantizedLayer, Rows, check_layer
+from transplant.formats.base import Codes, Portable, QuantizedLayer, Rows, check_layer
 
 comfy_kitchen.set_backend_priority(["eager"])
 
@@ -72,7 +72,7 @@ class Written:
         layer, layer_format = self.layer(), formats()[str(self.marker["format"])]
         check_layer(layer, layer_format)
         rows = Rows(start, self.shape[0] if stop is None else stop, self.shape)
-        return layer_format.adopt(layer, read, rows, portable)
+        return layer_format.adopt(layer, read, rows, Portable(portable, portable))
 
 
 def write(weight: torch.Tensor, layout: str, marker: Mapping[str, Any], **options: Any) -> Written:

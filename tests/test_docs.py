@@ -29,6 +29,7 @@ DOCS = (
     "docs/design.md",
     "docs/benchmarks.md",
     "docs/fp8_storage.md",
+    "docs/formats.md",
     "benchmarks/README.md",
 )
 

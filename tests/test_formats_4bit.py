@@ -27,7 +27,7 @@ from test_formats import assert_exact, layer_of, weight
 from transplant.checkpoint.header import TensorInfo
 from transplant.formats import formats
 from transplant.formats.asym_w4a8_int8 import Packing, decode
-from transplant.formats.base import FormatError, QuantizedLayer, Rows, check_layer, join
+from transplant.formats.base import FormatError, Portable, QuantizedLayer, Rows, check_layer, join
 from transplant.quantized import LayerError, logical_shape
 from transplant.sdnq_bridge import Compute, decoded
 
@@ -640,7 +640,7 @@ def planned(
     def read(role: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         return tensors[role][start:stop] if tensors[role].ndim else tensors[role]
 
-    codes = formats()[name].adopt(layer, read, Rows(0, shape[0], shape), False)
+    codes = formats()[name].adopt(layer, read, Rows(0, shape[0], shape), Portable())
     assert len(codes.weight) == shape[0]
     return shape
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kitchen import SAFETENSORS, Written, write
 from transplant.checkpoint.header import TensorInfo
 from transplant.formats import formats
-from transplant.formats.base import Codes, FormatError, QuantizedLayer, Rows, check_layer, join
+from transplant.formats.base import Codes, FormatError, Portable, QuantizedLayer, Rows, check_layer, join
 from transplant.formats.block_scales import swizzled_shape, unswizzled
 from transplant.formats.nvfp4 import swap_nibbles
 from transplant.sdnq_bridge import Compute, decoded, quantized_layer
@@ -385,7 +385,7 @@ def test_modules_of_another_size(make: Any, shape: tuple[int, int]) -> None:
     written = make(weight((30, 40)))
     layer, layer_format = written.layer(), formats()[str(written.marker["format"])]
     with pytest.raises(FormatError, match=f"not {shape[0]} x {shape[1]}"):
-        layer_format.adopt(layer, lambda role, start=0, stop=None: written.tensors[role], Rows(0, 1, shape), False)
+        layer_format.adopt(layer, lambda role, start=0, stop=None: written.tensors[role], Rows(0, 1, shape), Portable())
 
 
 @WRITERS
@@ -547,7 +547,7 @@ def outcome(
     try:
         check_layer(layer, layer_format)
         layer_format.logical_shape(layer)
-        codes = layer_format.adopt(layer, read, Rows(0, shape[0], shape), False)
+        codes = layer_format.adopt(layer, read, Rows(0, shape[0], shape), Portable())
     except FormatError as error:
         return str(error)
     n, k = shape

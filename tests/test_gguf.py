@@ -38,6 +38,7 @@ from transplant.architectures.gguf_names import FAMILIES
 from transplant.build import build
 from transplant.checkpoint.gguf import BLOCK_TYPES, LOADABLE
 from transplant.checkpoint.header import GGUF, read_header
+from transplant.formats.base import Portable
 from transplant.load_plan import LoadPlan
 from transplant.pipeline import Session
 from transplant.plan import plan
@@ -213,11 +214,11 @@ def test_rows_are_joined_as_bytes(q8: LoadPlan) -> None:
     data = {t.name: torch.from_numpy(t.data.copy()) for t in gguf.GGUFReader(q8.header.path).tensors}
     recipe = Rows((RowRange(one, 3, 9), RowRange(other, 0, 5)))
     layers = dict(q8.layers)
-    codes = codes_of(recipe, (11, 96), layers, lambda info, start, stop: data[info.name][start:stop], False)
+    codes = codes_of(recipe, (11, 96), layers, lambda info, start, stop: data[info.name][start:stop], Portable())
     assert torch.equal(codes.weight, torch.cat([data[one][3:9], data[other][:5]]))
     layers[other] = replace(layers[other], params={"type": "Q5_1", "shape": (256, 96)})
     with pytest.raises(LayerError, match="quantized differently"):
-        codes_of(recipe, (11, 96), layers, lambda info, start, stop: data[info.name][start:stop], False)
+        codes_of(recipe, (11, 96), layers, lambda info, start, stop: data[info.name][start:stop], Portable())
 
 
 SLOW = ("Mochi", "SDXL")

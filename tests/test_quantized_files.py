@@ -12,6 +12,8 @@ from diffusers import ZImageTransformer2DModel
 
 import transplant
 from kitchen import Written, float8, int8
+from test_formats_4bit import awq, w4a4, w4a8
+from test_formats_blocks import mxfp8, nvfp4
 from test_plan import base_folder
 from tiny_models import random_z_image, save, tiny_z_image_config, to_comfyui, with_prefix
 from transplant.build import build
@@ -27,6 +29,18 @@ WRITERS: dict[str, Writer] = {
     "float8_e4m3fn": float8,
     "float8_e5m2": lambda weight: float8(weight, torch.float8_e5m2),
 }
+ALL_WRITERS: dict[str, Writer] = {
+    **WRITERS,
+    "nvfp4": nvfp4,
+    "mxfp8": mxfp8,
+    "w4a4": lambda weight: w4a4(weight, 16),
+    "w4a8": lambda weight: w4a8(weight, 16),
+    "w6a8": lambda weight: w4a8(weight, 16, bits=6),
+    "w4a8 table": lambda weight: w4a8(weight, 16, 64),
+    "awq": awq,
+}
+"""The same for every form."""
+
 QUANTIZED = ("attention.qkv", "attention.out", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
 
     from transplant.build import Progress
-    from transplant.sdnq_bridge import QuantizeOnLoad
+    from transplant.conversion import Converted
+    from transplant.sdnq_bridge import Compute, QuantizeOnLoad
 
 log = logging.getLogger("transplant")
 
@@ -27,9 +28,46 @@ __all__ = [
     "OverrideArchMismatch",
     "TransplantError",
     "__version__",
+    "convert",
     "load_components",
+    "load_folder",
     "load_transformer",
 ]
+
+
+def load_folder(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    use_mmap: bool | None = None,
+    compute: Compute | None = None,
+) -> ModelMixin:
+    """Load a model's own folder, one that `convert` or `save_pretrained` wrote: see `saved.load_folder`."""
+    from transplant.saved import load_folder as load
+
+    return load(folder, dtype=dtype, device=device, use_mmap=use_mmap, compute=compute)
+
+
+def convert(
+    file: Path | str,
+    out: Path | str,
+    *,
+    base: Path | str | None = None,
+    component: str | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: QuantizeOnLoad | None = None,
+    force: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> Converted:
+    """Write the transformer that a file holds as a diffusers folder, whole or not at all: see `conversion.convert`."""
+    from transplant.conversion import convert as write
+
+    return write(
+        file, out, base=base, component=component, dtype=dtype, quantize=quantize, force=force, progress=progress,
+        cancelled=cancelled,
+    )  # fmt: skip
 
 
 def load_transformer(
@@ -49,7 +87,8 @@ def load_transformer(
     """Load the transformer that a single file holds.
 
     Args:
-        file: a safetensors file, in the ComfyUI, original or diffusers key layout.
+        file: a safetensors file, in the ComfyUI, original or diffusers key layout; or a GGUF file; or a model's
+            own folder, as `convert` writes it.
         base: the diffusers pipeline it is for: a folder, or the id of a repository in the local hub cache.
         component: the pipeline component it replaces; the architecture's own by default.
         dtype: compute dtype; by default the file's own.
@@ -106,8 +145,11 @@ def load_components(
     """
     from transplant.build import build
     from transplant.plan import plan
+    from transplant.saved import is_saved_quantized, load_folder_over
     from transplant.sdnq_bridge import Compute
 
+    if is_saved_quantized(Path(file)):
+        return load_folder_over(Path(file), base, component, dtype=dtype, device=device, use_mmap=use_mmap)
     planned = plan(
         file, base, component=component, dtype=dtype, device=device, use_mmap=use_mmap, config_kwargs=config_kwargs,
         compute=Compute(fp8_storage=fp8_storage, quantize=quantize),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from transplant.base_model import BaseModel
-from transplant.errors import BaseModelError, LoadCancelled
+from transplant.errors import BaseModelError, LoadCancelled, OverrideArchMismatch
 from transplant.hosts.base import LoadSettings
+from transplant.saved import is_saved_quantized, load_folder
 from transplant.skeleton import OWN_MODULES
 
 if TYPE_CHECKING:
@@ -105,6 +106,14 @@ def load_component(base: BaseModel, name: str, settings: LoadSettings) -> Any:
     cls = _class_of(base, name)
     if cls is None:
         raise BaseModelError(f"{base.path.name}: {name} is of a class that is not installed here")
+    if base.components[name].library in ("diffusers", *OWN_MODULES) and is_saved_quantized(base.path / name):
+        try:
+            return load_folder(
+                base.path / name, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap,
+                compute=settings.compute,
+            )  # fmt: skip
+        except OverrideArchMismatch as error:
+            raise BaseModelError(f"{base.path.name}: its {name} cannot be loaded ({error})") from error
     try:
         model = cls.from_pretrained(
             str(base.path), subfolder=name, use_safetensors=True, local_files_only=True,

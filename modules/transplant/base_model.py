@@ -49,8 +49,13 @@ class BaseModel:
         return found
 
     def config(self, subfolder: str) -> dict[str, Any]:
-        """The config.json of a component's folder. Raises BaseModelError where it cannot be read."""
-        return read_json(self.path / subfolder / "config.json")
+        """The config.json of a component's folder, without how the weights beside it are quantized.
+
+        Raises:
+            BaseModelError: it cannot be read.
+        """
+        entries = read_json(self.path / subfolder / "config.json")
+        return {key: value for key, value in entries.items() if key != "quantization_config"}
 
 
 def read_base(path: Path | str) -> BaseModel:

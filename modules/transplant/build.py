@@ -141,7 +141,7 @@ class _Builder:
             elif target.form is not None:
                 self._put_codes(target)
             else:
-                _set_tensor(self._modules, target.name, self._values(target))
+                set_tensor(self._modules, target.name, self._values(target))
         except LayerError as error:
             raise refusal(self._plan.header, error, len(self._plan.layers)) from error
 
@@ -193,10 +193,13 @@ def _at_rest(tensor: torch.Tensor, target: TargetTensor, plan: LoadPlan) -> torc
 
 def layer_compute(plan: LoadPlan, target: TargetTensor) -> Compute:
     """How one layer computes: never in low precision where its file says so."""
+    return replace(plan.compute, quantized_matmul="") if _is_full_precision(plan, target) else plan.compute
+
+
+def _is_full_precision(plan: LoadPlan, target: TargetTensor) -> bool:
+    """Whether the file asks that a layer is not computed in low precision."""
     sources = [part.source for part in ranges_of(target.recipe)] if target.recipe else []
-    if any(plan.layers[source].full_precision_matmul for source in sources if source in plan.layers):
-        return replace(plan.compute, quantized_matmul="")
-    return plan.compute
+    return any(plan.layers[source].full_precision_matmul for source in sources if source in plan.layers)
 
 
 def _moved(codes: Codes, device: torch.device) -> Codes:
@@ -209,7 +212,8 @@ def _moved(codes: Codes, device: torch.device) -> Codes:
     )  # fmt: skip
 
 
-def _set_tensor(modules: Mapping[str, torch.nn.Module], name: str, tensor: torch.Tensor) -> None:
+def set_tensor(modules: Mapping[str, torch.nn.Module], name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer, given the modules by name."""
     path, _, leaf = name.rpartition(".")
     module = modules[path]
     old: torch.Tensor | None = getattr(module, leaf)
@@ -219,24 +223,30 @@ def _set_tensor(modules: Mapping[str, torch.nn.Module], name: str, tensor: torch
         setattr(module, leaf, tensor)  # a registered buffer: torch keeps it one
 
 
-def _finish(network: ModelMixin, part: ComponentPlan, plan: LoadPlan, in_flight: InFlight | None) -> ModelMixin:
+def settle(network: ModelMixin, device: torch.device, name_of_file: str) -> None:
     """Put buffers on the device, and check that nothing was left without values."""
     for module in network.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if not buffer.is_meta:
-                setattr(module, name, buffer.to(plan.device))
+                setattr(module, name, buffer.to(device))
     tensors: list[tuple[str, Any]] = [*network.named_parameters(), *network.named_buffers()]
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:
         raise TransplantError(
-            f"{plan.header.path.name}: {part.cls.__name__} was left without {sample(empty)}. Please report this"
+            f"{name_of_file}: {type(network).__name__} was left without {sample(empty)}. Please report this"
         )
-    forms = {target.module: target.form for target in part.targets if target.form is not None}
+
+
+def _finish(network: ModelMixin, part: ComponentPlan, plan: LoadPlan, in_flight: InFlight | None) -> ModelMixin:
+    """Mark the network as what it is."""
+    settle(network, plan.device, plan.header.path.name)
+    forms = [target.form for target in part.targets if target.form is not None]
     if in_flight:
         in_flight.finish(network)
         record_compute_dtype(network, plan.dtype)
     elif forms:
-        holder_of(next(iter(forms.values()))).mark_quantized(network, forms, plan.dtype, plan.compute)
+        full_precision = [target.module for target in part.targets if target.form and _is_full_precision(plan, target)]
+        holder_of(forms[0]).mark_quantized(network, plan.dtype, plan.compute, full_precision)
         record_compute_dtype(network, plan.dtype)
     elif any(target.dtype in FP8 for target in part.targets):
         hook_fp8_layers(network, plan.dtype, plan.header.path.name)

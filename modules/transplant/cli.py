@@ -1,4 +1,4 @@
-"""The command line: serve, inspect, load, generate.
+"""The command line: serve, inspect, load, convert, generate.
 
 Exit status: 0 done (inspect: the file can be loaded), 2 the file was refused, 1 wrong call or another error.
 """
@@ -19,6 +19,7 @@ from transplant.samplers import DEFAULT_SAMPLER, SAMPLERS
 
 if TYPE_CHECKING:
     from transplant.hosts.base import LoadSettings
+    from transplant.sdnq_bridge import QuantizeOnLoad
 
 OK, FAILED, REFUSED = 0, 1, 2
 
@@ -90,6 +91,20 @@ def _parser() -> argparse.ArgumentParser:
     _loading_options(load)
     load.set_defaults(run=_load)
 
+    convert = commands.add_parser(
+        "convert", help="write what a file holds as a folder of diffusers', whole or not at all"
+    )
+    convert.add_argument("file", type=_existing_file)
+    convert.add_argument("out", type=Path, help="the folder to write; it must not exist, or be empty")
+    convert.add_argument("--base", help="the base model it is for; without it the architecture's published size")
+    convert.add_argument(
+        "--dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="auto: the file's own"
+    )
+    convert.add_argument("--force", action="store_true", help="replace a folder that holds a model")
+    convert.add_argument("--json", action="store_true", help="print JSON")
+    _quantizing_options(convert, "--weights", "--quantize")
+    convert.set_defaults(run=_convert)
+
     generate = commands.add_parser("generate", help="make a picture")
     generate.add_argument("--base", required=True)
     generate.add_argument("--unet", type=_existing_file, help="the file that replaces the base model's transformer")
@@ -114,18 +129,43 @@ def _loading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="compute dtype")
     parser.add_argument("--fp8-storage", action="store_true", help="let weights rest in float8_e4m3fn (CUDA, XPU)")
-    parser.add_argument(
-        "--quantize", metavar="DTYPE", help="quantize float files with SDNQ while they load: int8, uint4, ..."
-    )
+    _quantizing_options(parser, "--quantize")
     parser.add_argument("--quantized-matmul", action="store_true", help="quantized layers multiply in int8 or fp8")
     parser.add_argument("--no-mmap", action="store_true", help="read files from start to end instead of mapping them")
 
 
+def _quantizing_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """How float files are quantized while they load; the names are those of SD.Next's options."""
+    parser.add_argument(
+        *names,
+        dest="quantize",
+        metavar="DTYPE",
+        help="quantize float files with SDNQ while they load: int8, uint4, ...",
+    )
+    parser.add_argument("--group-size", type=_whole(-1, 1 << 20), default=0, help="columns a scale; -1: a row")
+    parser.add_argument("--svd-rank", type=_whole(0, 4096), default=0, help="keep a low-rank part of this rank")
+    parser.add_argument("--hadamard", action="store_true", help="rotate weights before they are quantized")
+    parser.add_argument("--modules-to-not-convert", default="", metavar="NAMES", help="left as they are: a,b.0.*,c")
+    parser.add_argument("--modules-dtype", default="{}", metavar="JSON", help='other dtypes: {"int8": ["a", "b.0.*"]}')
+
+
+def _quantize_on_load(arguments: argparse.Namespace) -> QuantizeOnLoad | None:
+    from transplant.hosts.base import module_names, modules_by_dtype
+    from transplant.sdnq_bridge import QuantizeOnLoad
+
+    if not arguments.quantize:
+        return None
+    return QuantizeOnLoad(
+        arguments.quantize, arguments.group_size, arguments.svd_rank > 0, arguments.svd_rank or 32, arguments.hadamard,
+        module_names(arguments.modules_to_not_convert), modules_by_dtype("--modules-dtype", arguments.modules_dtype),
+    )  # fmt: skip
+
+
 def _settings(arguments: argparse.Namespace) -> LoadSettings:
     from transplant.hosts.base import default_settings
-    from transplant.sdnq_bridge import Compute, QuantizeOnLoad
+    from transplant.sdnq_bridge import Compute
 
-    quantize = QuantizeOnLoad(arguments.quantize) if arguments.quantize else None
+    quantize = _quantize_on_load(arguments)
     matmul = "auto" if arguments.quantized_matmul else ""
     compute = Compute(quantized_matmul=matmul, fp8_storage=arguments.fp8_storage, quantize=quantize)
     return default_settings(arguments.device, arguments.dtype, False if arguments.no_mmap else None, compute)
@@ -247,6 +287,34 @@ def _load(arguments: argparse.Namespace) -> int:
         rows.append(("loaded", f"planned in {planning:.2f} s, built in {built.seconds:.2f} s"))
         rows.append(("memory", f"{size(grown)} of its own on the CPU, {size(planned.mapped_bytes)} mapped"))
         print(table(rows))
+    return OK
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from transplant.conversion import convert
+    from transplant.hosts.base import default_settings
+    from transplant.view import size, table
+
+    start = time.perf_counter()
+    dtype = None if arguments.dtype == "auto" else default_settings("cpu", arguments.dtype).dtype
+    made = convert(
+        arguments.file, arguments.out, base=arguments.base, dtype=dtype, quantize=_quantize_on_load(arguments),
+        force=arguments.force,
+    )  # fmt: skip
+    loads = made.needs_transplant or "SDNQ's load_sdnq_model"
+    if arguments.json:
+        told = {"folder": str(made.folder), "bytes": made.nbytes, "warnings": list(made.plan.warnings)}
+        print(json.dumps(told | {"needs_transplant": made.needs_transplant or None}, indent=2))
+        return OK
+    rows = [("folder", f"{made.folder} ({size(made.nbytes)}, {time.perf_counter() - start:.1f} s)")]
+    rows += [
+        (
+            "loads with",
+            f"Transplant only: {loads}" if made.needs_transplant else f"Transplant, or exactly too with {loads}",
+        )
+    ]
+    rows += [("siblings", ", ".join(part.component for part in made.plan.siblings))] if made.plan.siblings else []
+    print(table(rows + [("warning", warning) for warning in made.plan.warnings]))
     return OK
 
 

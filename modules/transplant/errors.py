@@ -59,6 +59,10 @@ class AdapterRefused(TransplantError):
         self.remedy = remedy
 
 
+class ConversionError(TransplantError):
+    """A folder that cannot be written: its place is taken, or the disk is too small."""
+
+
 class LoadCancelled(TransplantError):
     """The user cancelled a load. What was loaded before is unchanged or restored."""
 

@@ -8,8 +8,8 @@ bf16 values. And a weight keeps its type when it is copied, pickled or made anew
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from diffusers import GGUFQuantizationConfig
@@ -18,8 +18,8 @@ from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantiz
 from diffusers.quantizers.quantization_config import QuantizationMethod
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from transplant.formats.base import Codes, Form
-from transplant.sdnq_bridge import Compute
+from transplant.formats.base import Codes, Form, FormatError
+from transplant.sdnq_bridge import SECTION, Compute
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -118,21 +118,81 @@ def decoded(codes: Codes, shape: tuple[int, int], dtype: torch.dtype, compute: C
     return _values(codes.weight, GGMLQuantizationType[codes.form.weights_dtype], torch.float32).reshape(shape).to(dtype)
 
 
-def mark_quantized(model: ModelMixin, forms: Mapping[str, Form], dtype: torch.dtype, compute: Compute) -> None:
+class ExactGGUFQuantizer(GGUFQuantizer):
+    """Lets a model with such layers be saved: the blocks are bytes, and its config names their types."""
+
+    @property
+    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  # which says False
+        """See DiffusersQuantizer."""
+        return True
+
+    def get_state_dict_and_metadata(
+        self, state_dict: Mapping[str, Any], safe_serialization: bool = False, **kwargs: Any
+    ) -> tuple[dict[str, Any], Any]:
+        """See DiffusersQuantizer; blocks as plain tensors."""
+        plain = {name: value.as_tensor() if isinstance(value, GGUFParameter) else value
+                 for name, value in state_dict.items()}  # fmt: skip
+        return plain, {}
+
+    @property
+    def supports_safetensors_serialization(self) -> bool:
+        """See DiffusersQuantizer."""
+        return True
+
+
+def mark_quantized(model: ModelMixin, dtype: torch.dtype, compute: Compute, full_precision: Sequence[str] = ()) -> None:
     """Make diffusers treat a model as quantized: no cast, `quantization_config` in its config.
 
     Args:
         model: the model with its GGUFLinears in place.
-        forms: how each module is held, by module name.
         dtype: the model's compute dtype.
         compute: how it computes.
+        full_precision: not for these layers, which never multiply in low precision.
     """
     config = GGUFQuantizationConfig(compute_dtype=dtype)
     told: Any = model
-    told.quantization_config, told.hf_quantizer = config, GGUFQuantizer(config)
+    told.quantization_config, told.hf_quantizer = config, ExactGGUFQuantizer(config)
     told.quantization_method, told.is_quantized = QuantizationMethod.GGUF, True
-    as_json = {"quant_method": QuantizationMethod.GGUF.value, "compute_dtype": str(dtype).removeprefix("torch.")}
+    name = str(dtype).removeprefix("torch.")
+    types: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ExactGGUFLinear):
+            types.setdefault(module.ggml_type.name, []).append(path)
+    as_json = {"quant_method": QuantizationMethod.GGUF.value, "compute_dtype": name,
+               SECTION: {"dtype": name, "ggml_types": types}}  # fmt: skip
     told.register_to_config(quantization_config=as_json)
+
+
+class SavedLayers:
+    """Layers as a saved model holds them, one at a time, for one network."""
+
+    def __init__(self, settings: Mapping[str, Any], dtype: torch.dtype, compute: Compute, device: torch.device) -> None:
+        """Raises FormatError where the settings, a model's `quantization_config`, do not tell the blocks' types."""
+        types = cast("Mapping[str, Sequence[str]]", (settings.get(SECTION) or {}).get("ggml_types", {}))
+        self._dtype, self._compute = dtype, compute
+        self._types = {name: kind for kind, names in types.items() for name in names}
+        if unknown := types.keys() - {kind.name for kind in dequantize_functions}:
+            raise FormatError(
+                f"its quantization_config names the GGML types {sorted(unknown)}, which are not known here"
+            )
+
+    def is_held(self, name: str, tensors: Mapping[str, Any]) -> bool:
+        """Whether a module is quantized."""
+        return name in self._types
+
+    def layer(self, name: str, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+        """The layer in the place of a Linear. Raises FormatError where its blocks are not its shape's."""
+        linear: Any = module
+        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self._types[name]]]
+        wanted, weight = (linear.out_features, linear.in_features // block * nbytes), tensors["weight"]
+        if tuple(weight.shape) != wanted or weight.dtype != torch.uint8:
+            raise FormatError(f"its weight is {list(weight.shape)} in {weight.dtype}, not {list(wanted)} bytes")
+        codes = Codes(Form(self._types[name], holder="gguf"), weight, weight.new_empty(0))
+        return quantized_layer(module, codes, self._dtype, self._compute)
+
+    def finish(self, model: ModelMixin) -> None:
+        """Make diffusers treat the model as quantized."""
+        mark_quantized(model, self._dtype, self._compute)
 
 
 def _values(packed: torch.Tensor, kind: GGMLQuantizationType, dtype: torch.dtype | None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,13 @@ class Holder:
     Attributes:
         quantized_layer: a layer in the place of a Linear.
         decoded: the values, [N, K].
-        mark_quantized: makes diffusers treat a model with such layers as quantized.
+        mark_quantized: makes diffusers treat a model with such layers as quantized; given the layers that never
+            multiply in low precision.
     """
 
     quantized_layer: Callable[[torch.nn.Module, Codes, torch.dtype, Compute], torch.nn.Module]
     decoded: Callable[[Codes, tuple[int, int], torch.dtype, Compute], torch.Tensor]
-    mark_quantized: Callable[[ModelMixin, Mapping[str, Form], torch.dtype, Compute], None]
+    mark_quantized: Callable[[ModelMixin, torch.dtype, Compute, Sequence[str]], None]
 
 
 def holder_of(form: Form) -> Holder:

@@ -153,6 +153,19 @@ OPTIONS: tuple[Option, ...] = (
         minimum=1, maximum=512,
     ),
     Option(
+        "sdnq_use_hadamard", False, "Rotate weights (Hadamard)", "checkbox", QUANTIZATION,
+        help="Spreads outliers over the columns before they are quantized.", effect="reload",
+    ),
+    Option(
+        "sdnq_modules_to_not_convert", "", "Modules to leave", "text", QUANTIZATION,
+        help="Names or patterns, separated by commas, that quantize on load leaves, beside those that SDNQ knows of "
+        "the model's class.", effect="reload",
+    ),
+    Option(
+        "sdnq_modules_dtype_dict", "{}", "Modules in another dtype", "text", QUANTIZATION,
+        help='As JSON, for example {"int8": ["attention", "layers.0.*"]}.', effect="reload",
+    ),
+    Option(
         "sdnq_use_quantized_matmul", False, "Quantized matmul", "checkbox", QUANTIZATION,
         help="Quantized layers multiply in int8 or fp8 instead of dequantizing: faster on many GPUs, less exact.",
         effect="reload",

@@ -10,7 +10,7 @@ import torch
 from transplant.checkpoint.header import TensorInfo
 from transplant.checkpoint.reader import TORCH_DTYPES
 from transplant.formats import formats
-from transplant.formats.base import Codes, FormatError, QuantizedLayer, Rows, check_layer, join
+from transplant.formats.base import Codes, FormatError, Portable, QuantizedLayer, Rows, check_layer, join
 from transplant.holders import holder_of
 from transplant.recipe import Recipe, RowRange
 from transplant.recipe import Rows as RowRecipe
@@ -66,7 +66,7 @@ def _in_rows(layer: QuantizedLayer) -> bool:
 
 
 def codes_of(
-    recipe: RowRecipe, shape: Shape, layers: Mapping[str, QuantizedLayer], read: ReadTensor, portable: bool
+    recipe: RowRecipe, shape: Shape, layers: Mapping[str, QuantizedLayer], read: ReadTensor, portable: Portable
 ) -> Codes:
     """The codes of a target.
 
@@ -75,7 +75,7 @@ def codes_of(
         shape: (N, K) of the target.
         layers: quantized layers by the stored name of their weight.
         read: reads stored tensors.
-        portable: whether fp8 codes are held as bytes.
+        portable: what the device needs held otherwise.
 
     Raises:
         LayerError: the layer cannot be adopted, or the parts cannot be joined.
@@ -99,7 +99,7 @@ def _rows(layer: QuantizedLayer, part: RowRange, shape: Shape, whole: bool) -> R
     return Rows(part.start, part.stop, (stored_rows, shape[1]))
 
 
-def _adopt(layer: QuantizedLayer, rows: Rows, read: ReadTensor, portable: bool) -> Codes:
+def _adopt(layer: QuantizedLayer, rows: Rows, read: ReadTensor, portable: Portable) -> Codes:
     def read_role(role: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         info = layer.tensors[role]
         return read(info, start, stop if info.shape else None)
@@ -122,7 +122,7 @@ def decode_rows(
     n, *rest = logical_shape(layer)
     k = math.prod(rest)
     start, stop = (part.start, part.stop) if _in_rows(layer) else (0, n)
-    codes = _adopt(layer, Rows(start, stop, (n, k)), read, False)
+    codes = _adopt(layer, Rows(start, stop, (n, k)), read, Portable())
     if codes.input_scale is not None:
         raise LayerError(layer, "it scales its input, and its place in the network needs plain weights")
     values = holder_of(codes.form).decoded(codes, (stop - start, k), dtype, compute)

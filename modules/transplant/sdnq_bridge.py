@@ -5,9 +5,8 @@ SDNQ is the PyPI package. Importing it runs a test compile unless SDNQ_USE_TORCH
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +14,7 @@ import torch
 
 from transplant.adapters import let_adapters_compute_in
 from transplant.errors import OptionError
-from transplant.formats.base import Codes, Form
+from transplant.formats.base import Codes, Form, FormatError, Portable
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -24,6 +23,11 @@ _STATE = ("weight", "scale", "scale_2", "scale_zero_point", "zero_point", "zero_
           "svd_up", "svd_down")  # fmt: skip
 """Attributes that every SDNQ layer has; None where unused."""
 
+INPUT_SCALE = "pre_quant_scale"
+"""Buffer of a layer whose input is multiplied before it computes."""
+
+SECTION = "transplant"
+"""Entry of a model's `quantization_config` that tells what SDNQ's own entries cannot."""
 
 IN_FLIGHT = "in flight"
 """Holder of a Form that stands for a float weight which SDNQ quantizes while it loads."""
@@ -73,23 +77,25 @@ class Compute:
     quantize: QuantizeOnLoad | None = None
 
 
-def wants_portable_codes(compute: Compute, device: torch.device, capability: tuple[int, int] | None) -> bool:
-    """Whether fp8 codes must be held as bytes that SDNQ decodes itself.
+def portable_for(compute: Compute, device: torch.device, capability: tuple[int, int] | None) -> Portable:
+    """What must be held otherwise because a GPU has no conversions of fp8. A pure function of what it is given.
 
-    Triton cannot compile e4m3 loads before sm_89. A pure function of what it is given.
+    Triton cannot compile e4m3 loads before sm_89. SDNQ knows that and casts e4m3 codes to the scales' dtype, also
+    where nothing is compiled; with e8m0 scales that would be silently wrong (`sdnq/dequantizer.py`).
 
     Args:
         compute: how layers compute.
         device: where.
         capability: the CUDA compute capability; None where there is none.
     """
-    return compute.compiled and device.type == "cuda" and capability is not None and capability < (8, 9)
+    lacks_fp8 = device.type == "cuda" and capability is not None and capability < (8, 9)
+    return Portable(codes=lacks_fp8 and compute.compiled, scales=lacks_fp8)
 
 
-def portable_on(compute: Compute, device: torch.device) -> bool:
-    """wants_portable_codes for a device of this machine."""
+def portable_on(compute: Compute, device: torch.device) -> Portable:
+    """portable_for a device of this machine."""
     present = device.type == "cuda" and torch.cuda.is_available()
-    return wants_portable_codes(compute, device, torch.cuda.get_device_capability(device) if present else None)
+    return portable_for(compute, device, torch.cuda.get_device_capability(device) if present else None)
 
 
 def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, compute: Compute) -> torch.nn.Module:
@@ -105,8 +111,6 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
         The layer. Its codes are the tensors that were given, packed 4-bit codes as a flat view of them.
     """
     _choose_compilation(compute)
-    from sdnq.forward import get_forward_func
-    from sdnq.layers import get_sdnq_wrapper_class
     from sdnq.quant_utils import prepare_weight_for_matmul
 
     linear = cast("torch.nn.Linear", module)
@@ -116,19 +120,30 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
     tensors["weight"] = codes.weight.flatten() if codes.form.nibbles else codes.weight
     tensors["scale"] = _scale(codes, dtype, compute)
     tensors["scale_2"], tensors["zero_point"] = codes.scale_2, codes.zero_point
-    if dequantizer.use_quantized_matmul and not dequantizer.re_quantize_for_matmul and not dequantizer.is_packed:
+    if _is_transposed(dequantizer):
         tensors["weight"] = prepare_weight_for_matmul(codes.weight.t(), matmul_dtype=codes.form.matmul_dtype)
         tensors["scale"] = codes.scale.t().contiguous()
+    return _assembled(module, dequantizer, tensors, codes.input_scale)
+
+
+def _assembled(
+    module: torch.nn.Module, dequantizer: Any, tensors: Mapping[str, torch.Tensor | None], input_scale: Any = None
+) -> torch.nn.Module:
+    """An SDNQ layer of ready parts, in the place of a Linear."""
+    from sdnq.forward import get_forward_func
+    from sdnq.layers import get_sdnq_wrapper_class
+
     forward = get_forward_func("Linear", dequantizer.quantized_matmul_dtype, dequantizer.use_quantized_matmul)
     layer = get_sdnq_wrapper_class(module, forward)
     layer.sdnq_dequantizer = dequantizer
-    for name, tensor in tensors.items():
+    for name in _STATE:
+        tensor = tensors.get(name)
         value = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, value) if name != "weight" else setattr(layer, name, value)
-    if codes.input_scale is not None:
-        layer.register_buffer("pre_quant_scale", codes.input_scale)
+    if input_scale is not None:
+        layer.register_buffer(INPUT_SCALE, input_scale)
         layer.register_forward_pre_hook(_scale_input)
-    let_adapters_compute_in(layer, dtype)
+    let_adapters_compute_in(layer, dequantizer.result_dtype)
     return layer
 
 
@@ -152,28 +167,41 @@ def _scale(codes: Codes, dtype: torch.dtype, compute: Compute) -> torch.Tensor:
     return cast if survives else codes.scale
 
 
-def mark_quantized(model: ModelMixin, forms: Mapping[str, Form], dtype: torch.dtype, compute: Compute) -> None:
+def sdnq_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """A model's SDNQ layers by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "sdnq_dequantizer")}
+
+
+def mark_quantized(model: ModelMixin, dtype: torch.dtype, compute: Compute, full_precision: Sequence[str] = ()) -> None:
     """Make diffusers treat a model as quantized: no cast, `quantization_config` in its config.
 
     Args:
         model: the model with its SDNQ layers in place.
-        forms: how each module is held, by module name.
         dtype: the model's compute dtype.
         compute: how it computes.
+        full_precision: names of the layers that never multiply in low precision.
     """
     from sdnq import SDNQConfig
 
-    held = list(forms.values())
-    most_common = max(dict.fromkeys(held), key=held.count)
-    plain = [name for name, module in model.named_modules() if name not in forms and hasattr(module, "weight")]
+    held = {name: _arguments(layer.sdnq_dequantizer) for name, layer in sdnq_layers(model).items()}
+    every = list(held.values())
     config = SDNQConfig(
-        **_form_arguments(most_common, compute),
+        **max(every, key=every.count),
         dequantize_fp32=compute.dequantize_fp32,
         add_skip_keys=False,
-        modules_to_not_convert=[f"{name}.weight" for name in plain],
-        modules_quant_config={f".{name}.": _form_arguments(form, compute) for name, form in forms.items()},
+        modules_to_not_convert=_plain_weights(model),
+        modules_to_not_use_matmul=[f"{name}.weight" for name in full_precision],
+        modules_quant_config={f".{name}.": arguments for name, arguments in held.items()},
     )
     _mark(model, config, dtype)
+
+
+def _plain_weights(model: torch.nn.Module) -> list[str]:
+    """Weights that are not quantized; SDNQ takes every other Linear of a saved model for a quantized one."""
+    layers = sdnq_layers(model)
+    return [
+        f"{name}.weight" for name, module in model.named_modules() if name not in layers and hasattr(module, "weight")
+    ]
 
 
 def _mark(model: ModelMixin, config: Any, dtype: torch.dtype) -> None:
@@ -184,29 +212,32 @@ def _mark(model: ModelMixin, config: Any, dtype: torch.dtype) -> None:
     told: Any = model
     told.quantization_config, told.hf_quantizer = config, quantizer
     told.quantization_method, told.is_quantized = QuantizationMethod.SDNQ, True
-    told.register_to_config(quantization_config=config.to_dict())
+    rotated = [name for name, layer in sdnq_layers(model).items() if hasattr(layer.sdnq_dequantizer, "rotates_in_fp32")]
+    section = {"dtype": str(dtype).removeprefix("torch."), "fp32_rotation": rotated}
+    told.register_to_config(quantization_config={**config.to_dict(), SECTION: section})
 
 
-def _form_arguments(form: Form, compute: Compute) -> dict[str, Any]:
+def _arguments(dequantizer: Any) -> dict[str, Any]:
+    """What SDNQ must be told of a layer to make room for its tensors when it loads a saved model."""
     return {
-        "weights_dtype": form.weights_dtype,
-        "scale_dtype": form.scale_dtype,
-        "group_size": form.group_size,
-        "use_hadamard": bool(form.hadamard),
-        "hadamard_group_size": form.hadamard or 256,
-        "use_codebook": form.codebook,
-        "use_quantized_matmul": bool(compute.quantized_matmul),
+        "weights_dtype": dequantizer.weights_dtype,
+        "scale_dtype": dequantizer.scale_dtype,
+        "group_size": dequantizer.group_size,
+        "use_hadamard": dequantizer.use_hadamard,
+        "hadamard_group_size": dequantizer.hadamard_group_size,
+        "use_codebook": dequantizer.use_codebook,
+        "use_quantized_matmul": dequantizer.use_quantized_matmul,
+        "quantized_matmul_dtype": dequantizer.quantized_matmul_dtype,
     }
 
 
 def _dequantizer(codes: Codes, shape: torch.Size, dtype: torch.dtype, compute: Compute) -> Any:
     from sdnq.dequantizer import SDNQDequantizer
-    from sdnq.utils import check_quantized_matmul_is_allowed
 
     form = codes.form
     matmul = form.matmul_dtype if compute.quantized_matmul in ("", "auto") else compute.quantized_matmul
     grouped = form.group_size > 0
-    cls = _fp32_rotation_class() if form.fp32_rotation and dtype != torch.float32 else SDNQDequantizer
+    cls = _fp32_rotation_class() if form.fp32_rotation else SDNQDequantizer
     columns = shape[1]
     unpacked = torch.Size((shape[0], columns // form.group_size, form.group_size)) if grouped else shape
     return cls(
@@ -222,19 +253,31 @@ def _dequantizer(codes: Codes, shape: torch.Size, dtype: torch.dtype, compute: C
         quantized_matmul_dtype=matmul,
         hadamard_group_size=form.hadamard or 256,
         group_size=form.group_size,
-        use_quantized_matmul=check_quantized_matmul_is_allowed(bool(compute.quantized_matmul), *shape),
-        re_quantize_for_matmul=grouped or form.codebook or form.scale_dtype is not None or _differs(form, matmul),
+        use_quantized_matmul=_multiplies_quantized(compute, shape, matmul),
+        re_quantize_for_matmul=grouped
+        or form.codebook
+        or form.scale_dtype is not None
+        or _differs(form.weights_dtype, matmul),
         use_hadamard=bool(form.hadamard),
         use_codebook=form.codebook,
         layer_class_name="Linear",
     )
 
 
-def _differs(form: Form, matmul_dtype: str) -> bool:
+def _multiplies_quantized(compute: Compute, shape: Sequence[int], matmul_dtype: str) -> bool:
+    """Whether a layer's matmul is quantized: wanted, of a shape that SDNQ can, in a dtype that the GPU can."""
+    from sdnq.kernel_wrappers import is_fp8_mm_supported
+    from sdnq.utils import check_quantized_matmul_is_allowed
+
+    possible = is_fp8_mm_supported or matmul_dtype != "float8_e4m3fn"
+    return possible and check_quantized_matmul_is_allowed(bool(compute.quantized_matmul), *shape)
+
+
+def _differs(weights_dtype: str, matmul_dtype: str) -> bool:
     """Whether codes must be made anew for the matmul, by SDNQ's own rule."""
     from sdnq.common import dtype_dict
 
-    weights: Any = dtype_dict[form.weights_dtype]
+    weights: Any = dtype_dict[weights_dtype]
     matmul: Any = dtype_dict[matmul_dtype]
     return bool(
         weights["num_bits"] > matmul["num_bits"]
@@ -243,16 +286,8 @@ def _differs(form: Form, matmul_dtype: str) -> bool:
     )
 
 
-@functools.cache
 def _fp32_rotation_class() -> type:
-    from sdnq.dequantizer import SDNQDequantizer
-
-    class Fp32RotationDequantizer(SDNQDequantizer):
-        """Rotates in fp32 and rounds once, as ComfyUI does; stock SDNQ rotates in the result's dtype."""
-
-        def __call__(self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-            """See SDNQDequantizer."""
-            return super().__call__(*args, dtype=torch.float32, **kwargs).to(dtype or self.result_dtype)
+    from transplant.sdnq_fp32_rotation import Fp32RotationDequantizer
 
     return Fp32RotationDequantizer
 
@@ -309,15 +344,7 @@ class InFlight:
 
     def planned(self, name: str, module: torch.nn.Module) -> tuple[Form, int]:
         """How a weight will be held, and in how many bytes. Computed on meta tensors."""
-        from sdnq.quantizer import sdnq_quantize_layer_weight
-        from sdnq.utils import get_quant_kwargs
-
-        arguments = get_quant_kwargs(module, self._config, torch_dtype=self._dtype, param_name=name)
-        for key in ("return_device", "quantization_device", "non_blocking", "use_dynamic_quantization"):
-            arguments.pop(key)
-        linear = cast("torch.nn.Linear", module)
-        weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float32, device="meta")
-        dequantizer, tensors = sdnq_quantize_layer_weight(weight, **arguments)
+        dequantizer, tensors = _meta_layer(name, module, self._config, self._dtype)
         nbytes = sum(tensor.nbytes for tensor in tensors.values() if tensor is not None)
         return Form(dequantizer.weights_dtype, dequantizer.group_size, holder=IN_FLIGHT), nbytes
 
@@ -332,4 +359,138 @@ class InFlight:
 
     def finish(self, model: ModelMixin) -> None:
         """Make diffusers treat the model as quantized."""
+        self._config.modules_to_not_convert = sorted({*self._config.modules_to_not_convert, *_plain_weights(model)})
         _mark(model, self._config, self._dtype)
+
+
+class SavedLayers:
+    """Layers as SDNQ saves them, one at a time, for one network.
+
+    SDNQ's and diffusers' own loading casts scales to the compute dtype, forgets a config's `scale_dtype`, has no
+    scale of scales a row, and no rotation in fp32. Here the saved tensors are taken as they are.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], dtype: torch.dtype, compute: Compute, device: torch.device) -> None:
+        """Raises FormatError where the settings, a model's `quantization_config`, are not SDNQ's."""
+        _choose_compilation(compute)
+        from sdnq import SDNQConfig
+
+        section: Mapping[str, Any] = settings.get(SECTION) or {}
+        self._rotated = frozenset(cast("Sequence[str]", section.get("fp32_rotation", ())))
+        self._dtype, self._compute, self._portable = dtype, compute, portable_on(compute, device)
+        try:
+            self._config: Any = SDNQConfig(**{key: value for key, value in settings.items() if key != SECTION})
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(f"its quantization_config cannot be used: {error}") from error
+
+    def is_held(self, name: str, tensors: Mapping[str, Any]) -> bool:
+        """Whether a module is quantized."""
+        return "scale" in tensors
+
+    def layer(self, name: str, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+        """The layer in the place of a Linear.
+
+        Args:
+            name: its name in the model.
+            module: the Linear; its bias is kept.
+            tensors: what was saved for it, by attribute.
+
+        Raises:
+            FormatError: the tensors are not those that the config asks for.
+        """
+        from sdnq.quant_utils import prepare_svd_for_matmul, prepare_weight_for_matmul
+
+        dequantizer, expected = _meta_layer(f"{name}.weight", module, self._config, self._dtype)
+        held = {key: tensor for key, tensor in tensors.items() if key in _STATE}
+        _check_saved(held, {key: tensor for key, tensor in expected.items() if tensor is not None})
+        if name in self._rotated:
+            dequantizer.__class__ = _fp32_rotation_class()
+        self._choose_matmul(f"{name}.weight", dequantizer, held)
+        held = _portable(dequantizer, held, self._portable)
+        if _is_transposed(dequantizer):
+            held["weight"] = prepare_weight_for_matmul(held["weight"], matmul_dtype=dequantizer.quantized_matmul_dtype)
+        if "svd_up" in held:
+            held["svd_up"], held["svd_down"] = prepare_svd_for_matmul(
+                held["svd_up"], held["svd_down"], dequantizer.use_quantized_matmul
+            )
+        return _assembled(module, dequantizer, held, tensors.get(INPUT_SCALE))
+
+    def _choose_matmul(self, param_name: str, dequantizer: Any, held: dict[str, torch.Tensor]) -> None:
+        """Let a layer multiply as is wanted now, whatever was wanted when it was saved."""
+        from sdnq.utils import check_param_name_in
+
+        listed = check_param_name_in(param_name, self._config.modules_to_not_use_matmul)
+        compute = replace(self._compute, quantized_matmul="") if listed else self._compute
+        matmul = dequantizer.quantized_matmul_dtype
+        matmul = matmul if compute.quantized_matmul in ("", "auto") else compute.quantized_matmul
+        wanted = _multiplies_quantized(compute, dequantizer.original_shape, matmul)
+        was_transposed = _is_transposed(dequantizer)
+        if matmul != dequantizer.quantized_matmul_dtype and _differs(dequantizer.weights_dtype, matmul):
+            dequantizer.re_quantize_for_matmul = True
+        if wanted != dequantizer.use_quantized_matmul:
+            held.update({key: held[key].t() for key in ("svd_up", "svd_down") if key in held})
+        dequantizer.quantized_matmul_dtype, dequantizer.use_quantized_matmul = matmul, wanted
+        if _is_transposed(dequantizer) != was_transposed:
+            held.update({key: held[key].t().contiguous() for key in ("weight", "scale", "zero_point") if key in held})
+
+    def finish(self, model: ModelMixin) -> None:
+        """Make diffusers treat the model as quantized, and let its layers multiply as is wanted now."""
+        config, layers = self._config, sdnq_layers(model)
+        config.use_quantized_matmul = bool(self._compute.quantized_matmul)
+        config.modules_quant_config = {
+            **config.modules_quant_config,
+            **{f".{name}.": _arguments(layer.sdnq_dequantizer) for name, layer in layers.items()},
+        }
+        _mark(model, config, self._dtype)
+
+
+def _is_transposed(dequantizer: Any) -> bool:
+    """Whether SDNQ holds a layer's codes as its matmul reads them: [K, N]."""
+    return bool(
+        dequantizer.use_quantized_matmul and not dequantizer.re_quantize_for_matmul and not dequantizer.is_packed
+    )
+
+
+def _meta_layer(
+    param_name: str, module: torch.nn.Module, config: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """The dequantizer of a Linear's weight and the tensors beside it, on meta: what SDNQ makes of it by a config."""
+    from sdnq.quantizer import sdnq_quantize_layer_weight
+    from sdnq.utils import get_quant_kwargs
+
+    arguments = get_quant_kwargs(module, config, torch_dtype=dtype, param_name=param_name)
+    for key in ("return_device", "quantization_device", "non_blocking", "use_dynamic_quantization"):
+        arguments.pop(key)
+    linear = cast("torch.nn.Linear", module)
+    weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float32, device="meta")
+    return sdnq_quantize_layer_weight(weight, **arguments)
+
+
+def _check_saved(held: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor is there, of the shape and codes that the config says; SVD has none on meta."""
+    missing = [key for key in expected if key not in held]
+    unused = [key for key in held if key not in expected and not key.startswith("svd_")]
+    if missing or unused:
+        what = f"lacks its {', '.join(missing)}" if missing else f"has no use for its {', '.join(unused)}"
+        raise FormatError(f"by the folder's quantization_config it {what}")
+    for key, tensor in expected.items():
+        found = held[key]
+        a_row = key == "scale_2" and tuple(found.shape) == (len(expected["scale"]), 1, 1)
+        if (found.shape != tensor.shape and not a_row) or (key == "weight" and found.dtype != tensor.dtype):
+            raise FormatError(
+                f"its {key} is {list(found.shape)} in {found.dtype}, by the folder's quantization_config it is "
+                f"{list(tensor.shape)} in {tensor.dtype}"
+            )
+
+
+def _portable(dequantizer: Any, tensors: Mapping[str, torch.Tensor], portable: Portable) -> dict[str, torch.Tensor]:
+    """Saved tensors in the form that the device can compute with."""
+    held = dict(tensors)
+    if portable.scales and dequantizer.scale_dtype == "float8_e8m0fnu":
+        dequantizer.scale_dtype = None
+        held["scale"] = held["scale"].to(torch.bfloat16) * held.pop("scale_2").to(torch.bfloat16)
+    elif portable.codes and dequantizer.weights_dtype == "float8_e4m3fn":
+        dequantizer.weights_dtype = "float8_e4m3fn_sdnq"
+        dequantizer.is_packed = True
+        held["weight"] = held["weight"].view(torch.uint8)
+    return held

@@ -85,6 +85,12 @@ def shapes_only(cls: type[ModelMixin], config: Mapping[str, Any]) -> ModelMixin:
         return empty_network(cls, config)
 
 
+def fp32_modules(network: Any) -> frozenset[str]:
+    """Names of the modules that a class wants kept in fp32, as parts of its parameters' names."""
+    modules: Any = getattr(network, "_keep_in_fp32_modules", None)
+    return frozenset([modules] if isinstance(modules, str) else modules or ())
+
+
 def make_default_spec(cls: str, component: str = "transformer") -> TransformerSpec:
     """A spec for a diffusers class that has no file of its own.
 

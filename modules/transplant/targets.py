@@ -30,6 +30,7 @@ from transplant.load_plan import ComponentPlan, TargetTensor
 from transplant.quantized import LayerError, codes_of, fits, is_rows_of_layers, logical_shape, read_meta
 from transplant.recipe import Made, Recipe, Replay, Rows, ranges_of
 from transplant.sdnq_bridge import Compute, InFlight, QuantizeOnLoad, portable_on
+from transplant.skeleton import fp32_modules
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -241,8 +242,7 @@ class _Targets:
         self._in_flight = InFlight(network, wanted, draft.dtype, draft.compute) if wanted else None
         rests = draft.rests_in_fp8 and not sibling and wanted is None
         self._fp8 = frozenset(castable_layers(network, fp8_skips)) if rests else frozenset[str]()
-        modules: Any = getattr(network, "_keep_in_fp32_modules", None)
-        self._keep_in_fp32 = frozenset([modules] if isinstance(modules, str) else modules or ())
+        self._keep_in_fp32 = fp32_modules(network)
 
     def zeros(self, name: str, needed: torch.Tensor) -> TargetTensor:
         """A target that the file leaves out and that is zero by definition."""

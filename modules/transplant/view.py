@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from transplant.errors import printable, sample
 from transplant.inventory import UNREADABLE, Entry
 
 if TYPE_CHECKING:
-    from transplant.load_plan import LoadPlan
+    from transplant.load_plan import LoadPlan, TargetTensor
 
 Row = tuple[str, str]
 
@@ -230,9 +231,18 @@ def _quantization(plan: LoadPlan) -> str:
     if not plan.layers:
         return "none"
     counts = ", ".join(f"{count} layers {name}" for name, count in _formats(plan).items())
-    held = Counter(target.resident for target in plan.targets if target.form)
-    kept = ", ".join(f"{count} as {name}" for name, count in held.items())
+    held: dict[str, list[TargetTensor]] = {}
+    for target in plan.targets:
+        if target.form:
+            held.setdefault(target.resident, []).append(target)
+    kept = ", ".join(
+        f"{len(group)} as {name}, {_bytes_a_weight(group):.4g} bytes a weight" for name, group in held.items()
+    )
     return f"{counts} (from {plan.quantization}), held: {kept or 'none'}"
+
+
+def _bytes_a_weight(targets: Sequence[TargetTensor]) -> float:
+    return sum(target.nbytes for target in targets) / max(sum(math.prod(target.shape) for target in targets), 1)
 
 
 def _counts(companions: Mapping[str, int]) -> str:

@@ -22,6 +22,7 @@ from transplant.formats.base import (
     Form,
     Format,
     FormatError,
+    Portable,
     QuantizedLayer,
     Read,
     Rows,
@@ -83,7 +84,7 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     return rows, packing(layer).columns
 
 
-def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Codes:
+def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
     """The int8 values, or the 4-bit codes and a table of int8 values.
 
     Returns:

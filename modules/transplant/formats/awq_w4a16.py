@@ -14,6 +14,7 @@ from transplant.formats.base import (
     Form,
     Format,
     FormatError,
+    Portable,
     QuantizedLayer,
     Read,
     Rows,
@@ -22,7 +23,7 @@ from transplant.formats.base import (
 from transplant.formats.convrot_w4a4 import SCALE_DTYPES, check_dtype, logical_shape
 
 
-def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Codes:
+def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
     """The codes as stored; rows of the weight are columns of its scales.
 
     Returns:

@@ -103,6 +103,19 @@ class Codes:
     input_scale: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Portable:
+    """What a GPU without conversions of fp8 (CUDA before sm_89) needs held otherwise.
+
+    Attributes:
+        codes: e4m3 codes as bytes that SDNQ decodes itself: compiled kernels cannot load e4m3 there.
+        scales: e8m0 block scales as bf16: SDNQ casts codes to the scales' dtype there, compiled or not.
+    """
+
+    codes: bool = False
+    scales: bool = False
+
+
 class Read(Protocol):
     """Reads the tensor of one role: rows `start` to `stop`, or all of it."""
 
@@ -153,7 +166,7 @@ class Format:
     weight_dtypes: tuple[str, ...]
     needs: tuple[str, ...]
     logical_shape: Callable[[QuantizedLayer], Shape]
-    adopt: Callable[[QuantizedLayer, Read, Rows, bool], Codes]
+    adopt: Callable[[QuantizedLayer, Read, Rows, Portable], Codes]
     may_have: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     padded: tuple[int, int] = (1, 1)

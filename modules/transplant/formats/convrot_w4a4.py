@@ -15,6 +15,7 @@ from transplant.formats.base import (
     Form,
     Format,
     FormatError,
+    Portable,
     QuantizedLayer,
     Read,
     Rows,
@@ -32,7 +33,7 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     return rows, 2 * packed
 
 
-def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Codes:
+def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
     """SDNQ's int4 is offset binary, nibble = q + 8: the stored bytes with both sign bits flipped.
 
     Returns:
@@ -57,7 +58,7 @@ def scale_of_rows(role: str, read: Read, rows: Rows) -> torch.Tensor:
     if tuple(scale.shape) not in ((n,), (n, 1)):
         raise FormatError(f"its {role} has shape {list(scale.shape)}; known are [{n}] and [{n}, 1]")
     check_dtype(role, scale, SCALE_DTYPES)
-    scale = scale.reshape(n, 1)[rows.start : rows.stop].to(torch.float32)
+    scale = scale.reshape(n, 1)[rows.start : rows.stop].to(torch.float32, copy=True)
     check_finite_and_positive(role, scale)
     return scale
 

@@ -6,7 +6,7 @@ of blocks are cut and joined as bytes, and decoded by diffusers.
 
 from __future__ import annotations
 
-from transplant.formats.base import Codes, Form, Format, QuantizedLayer, Read, Rows, Shape
+from transplant.formats.base import Codes, Form, Format, Portable, QuantizedLayer, Read, Rows, Shape
 
 
 def logical_shape(layer: QuantizedLayer) -> Shape:
@@ -19,7 +19,7 @@ def in_rows(layer: QuantizedLayer) -> bool:
     return len(layer.tensors["weight"].shape) == 2
 
 
-def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Codes:
+def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
     """The blocks as stored, [n, bytes a row], or [bytes] of all rows where rows are not whole blocks."""
     blocks = read("weight", rows.start, rows.stop) if in_rows(layer) else read("weight")
     return Codes(Form(layer.params["type"], holder="gguf"), blocks, blocks.new_empty(0))

@@ -13,6 +13,7 @@ from transplant.formats.base import (
     Form,
     Format,
     FormatError,
+    Portable,
     QuantizedLayer,
     Read,
     Rows,
@@ -29,7 +30,7 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Codes:
+def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
     """The codes as stored; the scale as [1, 1] or [n, 1] in fp32."""
     hadamard = rotation_size(layer, rows.shape[1]) if layer.params.get("convrot") else 0
     scale = row_scale(read, rows)
@@ -52,7 +53,7 @@ def row_scale(read: Read, rows: Rows) -> torch.Tensor:
     else:
         raise FormatError(f"its weight_scale has shape {list(scale.shape)}; known are [], [1], [{n}] and [{n}, 1]")
     check_finite_and_positive("weight_scale", scale)
-    return scale.to(torch.float32)
+    return scale.to(torch.float32, copy=True)  # a file's view would be shared by all parts of a fused layer
 
 
 FORMAT = Format("int8_tensorwise", ("I8",), ("weight_scale",), logical_shape, adopt, ignores=("input_scale",))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from transplant.formats.base import Codes, Form, Format, QuantizedLayer, Read, Rows, divisor
+from transplant.formats.base import Codes, Form, Format, Portable, QuantizedLayer, Read, Rows, divisor
 from transplant.formats.block_scales import block_scales, check_blocks, padded_shape
 
 BLOCK = 32
@@ -25,7 +25,7 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     return padded_shape(layer, layer.tensors["weight"].shape, BLOCK)
 
 
-def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Codes:
+def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
     """The codes as stored, without padding.
 
     Scales stay at one byte, 1.03125 bytes a weight. Portable: as bf16, which holds every e8m0 value, 1.0625
@@ -41,7 +41,7 @@ def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Code
     group = divisor(BLOCK, k)
     scale = block_scales(read, rows, BLOCK, torch.float8_e8m0fnu)
     weight = read("weight", rows.start, rows.stop)[:, :k].contiguous().view(rows.count, k // group, group)
-    if portable:
+    if portable.scales:
         return Codes(Form("float8_e4m3fn", group, matmul_dtype="float8_e4m3fn"), weight, scale.to(torch.bfloat16))
     form = Form("float8_e4m3fn", group, scale_dtype="float8_e8m0fnu", matmul_dtype="float8_e4m3fn")
     return Codes(form, weight, scale, torch.ones(1, device=scale.device))

@@ -15,6 +15,7 @@ from transplant.formats.base import (
     Form,
     Format,
     FormatError,
+    Portable,
     QuantizedLayer,
     Read,
     Rows,
@@ -39,7 +40,7 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     return padded_shape(layer, (*shape[:-1], *(size * 2 for size in shape[-1:])), BLOCK)
 
 
-def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: bool) -> Codes:
+def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
     """The codes with their nibbles exchanged, without padding; block scales as stored.
 
     Raises:
@@ -68,7 +69,7 @@ def _tensor_scale(read: Read) -> torch.Tensor:
     if tuple(scale.shape) not in ((), (1,)) or scale.dtype not in _FLOATS:
         raise FormatError(f"its weight_scale_2 is {list(scale.shape)} in {scale.dtype}, not one floating-point number")
     check_finite_and_positive("weight_scale_2", scale)
-    return scale.reshape(1).to(torch.float32)
+    return scale.reshape(1).to(torch.float32, copy=True)
 
 
 def _input_scale(layer: QuantizedLayer, read: Read, columns: int) -> torch.Tensor | None:
@@ -79,7 +80,7 @@ def _input_scale(layer: QuantizedLayer, read: Read, columns: int) -> torch.Tenso
     if tuple(scale.shape) != (columns,) or scale.dtype not in _FLOATS:
         raise FormatError(f"its pre_quant_scale is {list(scale.shape)} in {scale.dtype}, not [{columns}] in fp32 or 16")
     check_finite_and_positive("pre_quant_scale", scale)
-    return scale
+    return scale.clone()
 
 
 FORMAT = Format(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -9,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from transplant.checkpoint.reader import mmap_by_default
+from transplant.errors import OptionError
 from transplant.sdnq_bridge import Compute, QuantizeOnLoad
 
 
@@ -71,7 +73,9 @@ def compute_from(get: Callable[[str], Any]) -> Compute:
     """
     mode = get("sdnq_quantize_weights_mode")
     wanted = QuantizeOnLoad(
-        mode, get("sdnq_quantize_weights_group_size"), get("sdnq_use_svd"), get("sdnq_svd_rank")
+        mode, get("sdnq_quantize_weights_group_size"), get("sdnq_use_svd"), get("sdnq_svd_rank"),
+        get("sdnq_use_hadamard"), module_names(get("sdnq_modules_to_not_convert")),
+        modules_by_dtype("sdnq_modules_dtype_dict", get("sdnq_modules_dtype_dict")) if mode != "none" else (),
     )  # fmt: skip
     return Compute(
         quantized_matmul=get("sdnq_quantized_matmul_mode") if get("sdnq_use_quantized_matmul") else "",
@@ -80,6 +84,33 @@ def compute_from(get: Callable[[str], Any]) -> Compute:
         fp8_storage=get("fp8_storage"),
         quantize=None if mode == "none" else wanted,
     )
+
+
+def module_names(text: str) -> tuple[str, ...]:
+    """The names in a text that separates them by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def modules_by_dtype(key: str, text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Which modules get which dtype, from JSON like {"int8": ["attention"]}; a text for a list is split at commas.
+
+    Raises:
+        OptionError: it is something else; named by `key`.
+    """
+    try:
+        value: Any = json.loads(text.strip() or "{}")
+    except (ValueError, RecursionError) as error:
+        raise OptionError(key, text, f"is not valid JSON ({error})") from error
+    entries = cast("dict[str, Any]", value) if isinstance(value, dict) else None
+    if entries is None:
+        raise OptionError(key, text, 'must be an object like {"int8": ["attention"]}')
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for dtype, names in entries.items():
+        listed: Any = module_names(names) if isinstance(names, str) else names
+        if not isinstance(listed, (list, tuple)) or not all(isinstance(n, str) for n in cast("list[Any]", listed)):
+            raise OptionError(key, text, f"the modules of {dtype!r} must be a list of names")
+        found.append((dtype, tuple(cast("list[str]", listed))))
+    return tuple(found)
 
 
 def default_settings(
