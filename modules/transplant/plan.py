@@ -90,10 +90,7 @@ def plan(
         tuple(keys.stored[name] for name in own if name in junk), draft.layers_by_weight, quantization.source,
         transformer, _plan_siblings(draft, spec, base, siblings), changes,
         draft.dtype, draft.device, draft.use_mmap, draft.compute,
-        (
-            *_misplaced(detection, component), *_warnings(transformer), *_ignored(draft, transformer.cls, spec),
-            *_of_gguf(draft, detection),
-        ),
+        (*_misplaced(detection, component), *_of_loading(draft, transformer, spec), *_of_gguf(draft, detection)),
         branch, detection.variant,
     )  # fmt: skip
 
@@ -212,6 +209,10 @@ def _make(
     except CONVERTER_ERRORS as error:
         title = getattr(function, "__name__", "the converter")
         raise ConverterFailed(draft.header.path, title, f"{type(error).__name__}: {error}") from error
+
+
+def _of_loading(draft: Draft, transformer: ComponentPlan, spec: TransformerSpec) -> tuple[str, ...]:
+    return (*_warnings(transformer), *_ignored(draft, transformer.cls, spec))
 
 
 def _ignored(draft: Draft, cls: type, spec: TransformerSpec) -> tuple[str, ...]:
