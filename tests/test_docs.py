@@ -244,6 +244,12 @@ def test_options_page_is_what_the_options_say() -> None:
     assert (ROOT / "docs" / "options.md").read_text("utf-8") == made
 
 
+def test_architectures_page_is_what_the_specs_say() -> None:
+    """docs/architectures.md is made by docs/make_architectures.py."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_architectures.py"))["markdown"]()
+    assert (ROOT / "docs" / "architectures.md").read_text("utf-8") == made
+
+
 def test_readme_lists_every_architecture() -> None:
     (sentence,) = re.findall(r"^Recognised by name: (.+)\.$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(sentence.split(", ")) == sorted(spec.name for spec in SPECS)

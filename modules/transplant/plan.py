@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,22 +158,33 @@ def _plan_transformer(
     names: Sequence[str],
 ) -> tuple[ComponentPlan, str]:
     fits = detection.spec is spec and detection.layout
-    layout = fits or _layout_by_names(draft, spec, detection, names, set(network.state_dict()))
+    layout = fits or _layout_by_names(draft, spec, detection, names, network)
     made = _make(draft, names, layout.converter, dict(network.config))
     return plan_component(draft, spec, component, network, made, names), layout.name
 
 
 def _layout_by_names(
-    draft: Draft, spec: TransformerSpec, detection: Detection, names: Sequence[str], targets: set[str]
+    draft: Draft, spec: TransformerSpec, detection: Detection, names: Sequence[str], network: ModelMixin
 ) -> Layout:
-    """For an architecture without telling keys: the model's own names where most of the file's are."""
-    as_stored = [layout for layout in spec.layouts if layout.name == DIFFUSERS_LAYOUT]
-    others = [layout for layout in spec.layouts if layout.name != DIFFUSERS_LAYOUT]
-    if 2 * sum(name in targets for name in names) >= len(names):
-        return as_stored[0]
+    """For an architecture without telling keys: the layout whose names cover most of the model's, its own first."""
+    targets, best, most = set(network.state_dict()), spec.layouts[0], -1
+    for layout in spec.layouts:
+        if most < len(targets):
+            covered = len(targets.intersection(_names_made(draft, names, layout, dict(network.config))))
+            best, most = (layout, covered) if covered > most else (best, most)
+    if 2 * most >= len(targets):
+        return best
     if detection.spec is not None:
         raise WrongArchitecture(draft.header.path, spec.name, detection.spec.name, detection.why)
-    return (others or as_stored)[0]
+    return next((layout for layout in spec.layouts if layout.name != DIFFUSERS_LAYOUT), best)
+
+
+def _names_made(draft: Draft, names: Sequence[str], layout: Layout, config: Mapping[str, Any]) -> Collection[str]:
+    """The names that a file has in a layout; none where the layout's converter does not understand it."""
+    try:
+        return _make(draft, names, layout.converter, config).keys()
+    except ConverterFailed:
+        return ()
 
 
 def _plan_siblings(
