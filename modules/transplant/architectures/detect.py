@@ -151,10 +151,14 @@ def refuse_other_kinds(path: Path, detection: Detection) -> None:
 
 def _other_kind(keys: NamedKeys, rejected: tuple[Rejected, ...]) -> Detection:
     if not keys.stored and keys.companions:
-        kinds = sorted(keys.companions, key=lambda kind: -keys.companions[kind])
-        kind = "VAE" if kinds[0].endswith(("VAE", "vocoder")) else "text encoder"
         counts = ", ".join(f"{count} {kind} tensors" for kind, count in keys.companions.items())
-        return Detection(kind, None, None, f"holds {counts} and nothing else", rejected)
+        why = f"holds {counts} and nothing else"
+        bundled = [kind for kind in keys.companions if kind in BUNDLED]
+        if not bundled:
+            return Detection(UNKNOWN, None, None, why, rejected)
+        most = max(bundled, key=lambda kind: keys.companions[kind])
+        kind = "VAE" if most.endswith(("VAE", "vocoder")) else "text encoder"
+        return Detection(kind, None, None, why, rejected)
     for kind, markers in (("text encoder", _TEXT_ENCODER), ("VAE", _VAE)):
         if shown := _first(keys.stored, markers, inside=False):
             return Detection(kind, None, None, f"holds {shown}", rejected)
