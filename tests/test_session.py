@@ -6,6 +6,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ class TestHost:
     def load_settings(self) -> LoadSettings:
         return self.settings
 
-    def report(self, text: str, fraction: float | None) -> None:
+    def report(self, text: str, fraction: float | None, total_bytes: int | None = None) -> None:
         self.reports.append((text, fraction))
 
     def cancelled(self) -> bool:
@@ -217,6 +218,57 @@ def test_ten_swaps_do_not_grow(session: Session, a: Override, b: Override) -> No
         gc.collect()
         assert not any(reference() is not None for reference in of_a)
     assert live_bytes() == baseline
+
+
+def test_what_was_swapped_out_comes_back_at_once(
+    session: Session, a: Override, b: Override, host: TestHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very model: nothing is read. Beyond the limit, after another setting or another base it is loaded."""
+    host.settings = replace(host.settings, keep=2)
+    own = session.transformer
+    held = {None: own}
+    for choice in (a, b):
+        session.choose(choice)
+        held[choice] = session.transformer
+    before = drawn(session)
+    monkeypatch.setattr(pipeline, "build", lambda *_, **__: pytest.fail("a file was read"))
+    monkeypatch.setattr(pipeline, "load_component", lambda *_: pytest.fail("the base model was read"))
+    for choice in (a, None, b, a, None, b):
+        assert session.choose(choice).changed
+        assert session.transformer is held[choice]
+        assert session.primary.selected == (choice.name if choice else DEFAULT)
+    assert drawn(session) == before
+    monkeypatch.undo()
+    host.settings = replace(host.settings, keep=1)
+    session.choose(a)
+    session.choose(None)  # keeps a, lets go of its own older one
+    session.choose(b)
+    assert session.transformer is not held[b]
+    host.settings = replace(host.settings, dtype=torch.bfloat16)
+    session.choose(None)
+    assert session.transformer is not own and next(session.transformer.parameters()).dtype is torch.bfloat16
+    kept = weakref.ref(held.pop(a))
+    held.clear()
+    session.unload()
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_is_kept_goes_first_when_memory_is_short(
+    session: Session, a: Override, b: Override, host: TestHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.settings = replace(host.settings, keep=4)
+    kept = weakref.ref(session.transformer)
+    session.choose(a)
+    gc.collect()
+    assert kept() is not None
+    available = iter((-1, 1 << 40, 1 << 40))
+    monkeypatch.setattr(pipeline, "available_bytes", lambda _: next(available))
+    loaded = weakref.ref(session.transformer)
+    session.choose(b)
+    gc.collect()
+    assert kept() is None  # was let go of
+    assert loaded() is not None  # is kept: it did not have to go
 
 
 def test_cancelled_swap_keeps_the_old(session: Session, a: Override, b: Override, host: TestHost) -> None:

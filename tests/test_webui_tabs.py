@@ -199,3 +199,37 @@ def test_a_file_is_inspected_and_loaded_from_there(page: Page, server: Server, m
     page.get_by_role("option", name="q", exact=True).click()
     page.locator("#inspect_use").click()
     idle(page, "the transformer q")
+
+
+def test_settings_are_searched_marked_and_restored(page: Page, server: Server) -> None:
+    settings_tab(page)
+    page.locator("#settings_search textarea, #settings_search input").fill("svd")
+    expect(page.locator("#setting_sdnq_use_svd")).to_be_visible()
+    expect(page.locator("#setting_cuda_dtype")).to_be_hidden()
+    page.locator("#settings_search textarea, #settings_search input").fill("")
+    expect(page.locator("#setting_cuda_dtype")).to_be_visible()
+    fill(page, "setting_sdnq_svd_rank", 48)
+    page.locator("#settings_submit").click()
+    expect(page.locator("#settings_message")).to_contain_text("Saved: SVD rank.")
+    expect(page.locator("#setting_sdnq_svd_rank")).to_contain_text("SVD rank ●")
+    screenshot(page, "settings-changed")
+    page.locator("#settings_restore").click()
+    expect(page.locator("#setting_sdnq_svd_rank input")).to_have_value("32")
+    assert server.options()["sdnq_svd_rank"] == 48
+    page.locator("#settings_submit").click()
+    expect(page.locator("#settings_message")).to_contain_text(re.compile(r"Saved: .*, SVD rank\."))
+    expect(page.locator("#setting_sdnq_svd_rank")).not_to_contain_text("●")
+    assert server.options()["sdnq_svd_rank"] == 32
+
+
+def test_keys_begin_and_end_a_picture(page: Page, server: Server) -> None:
+    fill(page, "txt2img_steps", 100)
+    fill(page, "txt2img_batch_count", 16)
+    prompt = page.locator("#txt2img_prompt textarea")
+    prompt.fill("drawn with the keyboard")
+    prompt.press("Control+Enter")
+    expect(page.locator("#transplant_progress")).to_contain_text("Picture 1 of 16", timeout=30_000)
+    expect(page.locator("#transplant_progress")).to_contain_text(re.compile(r"(steps/s|s/step).* left"), timeout=30_000)
+    prompt.press("Escape")
+    message(page, "cancelled")
+    assert prompt.input_value() == "drawn with the keyboard"

@@ -130,6 +130,11 @@ OPTIONS: tuple[Option, ...] = (
         "drives. Auto is off on Windows.", "reload",
     ),
     Option(
+        "unet_cache", 0, "Transformers kept in RAM", "number", LOADING,
+        help="That many of the transformers last used stay in RAM, for changing back and forth at once.",
+        minimum=0, maximum=16,
+    ),
+    Option(
         "fp8_storage", False, "FP8 storage", "checkbox", LOADING,
         help="Weights of Linears and convolutions rest in float8, half of bf16, and compute in the compute dtype. "
         "Needs CUDA or XPU; quantized files stay as they are.", effect="reload",

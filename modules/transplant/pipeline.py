@@ -9,7 +9,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from transplant.checkpoint.shards import title
 from transplant.errors import BaseModelError, OverrideArchMismatch
 from transplant.fp8_outlook import Outlook, outlook
 from transplant.fp8_storage import store_in_fp8, support_on
-from transplant.hosts.base import Host
+from transplant.hosts.base import Host, LoadSettings
+from transplant.kept import KeptModels, Key
 from transplant.load_plan import LoadPlan
 from transplant.memory import available_bytes
 from transplant.plan import plan, spec_for
@@ -32,6 +33,7 @@ from transplant.view import log_line
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
 
 log = logging.getLogger("transplant")
 
@@ -82,6 +84,8 @@ class Session:
         self.base: BaseModel | None = None
         self.pipeline: DiffusionPipeline | None = None
         self.slots: dict[str, Slot] = {kind.name: Slot(kind) for kind in SLOTS}
+        self._kept = KeptModels()
+        self._loaded_with: dict[str, LoadSettings] = {}
 
     @property
     def primary(self) -> Slot:
@@ -171,7 +175,8 @@ class Session:
         return outlook(models, patterns, settings.device, settings.compute.fp8_storage)
 
     def unload(self) -> None:
-        """Free the pipeline."""
+        """Free the pipeline, and what was kept beside it."""
+        self._kept.clear()
         self.pipeline = None
         self.slots = {name: slot.emptied() for name, slot in self.slots.items()}
         _free_memory()
@@ -207,21 +212,45 @@ class Session:
     def _swap(self, base: BaseModel, choice: _Choice) -> None:
         """Replace a transformer: the old one goes last, or first where memory is short."""
         before = self.slots[choice.kind.name]
-        needed = choice.plan.peak_bytes if choice.plan else weight_bytes(base.path / choice.component)
-        with ExitStack() as undo:
-            if needed > self._available():
-                undo.callback(self._restore, base, before)
-                self._install({choice.component: None})
-                _free_memory()
-            models, loaded = self._load(base, choice, self._host.cancelled)
-            for sibling in before.loaded.siblings if before.loaded else ():
-                if sibling not in models:  # the old file's sibling goes with it
-                    models[sibling] = load_component(base, sibling, self._host.load_settings())
-            undo.pop_all()
+        stamp = choice.plan.header.stamp if choice.plan else None
+        settings = self._settings()
+        kept = self._kept.take(Key(base.path, choice.component, choice.override, stamp, settings))
+        models, loaded = kept or self._loaded_anew(base, choice, before)
+        for sibling in before.loaded.siblings if before.loaded else ():
+            if sibling not in models:  # the old file's sibling goes with it
+                models[sibling] = load_component(base, sibling, self._host.load_settings())
+        self._keep(base, choice.component, before.loaded)
+        self._loaded_with[choice.component] = settings
         self._install(models)
         self._settle([choice], {choice.kind.name: loaded})
         models.clear()
         _free_memory()
+
+    def _loaded_anew(self, base: BaseModel, choice: _Choice, before: Slot) -> tuple[dict[str, Any], Loaded]:
+        needed = choice.plan.peak_bytes if choice.plan else weight_bytes(base.path / choice.component)
+        with ExitStack() as undo:
+            if needed > self._available():
+                self._kept.clear()
+                _free_memory()
+            if needed > self._available():
+                undo.callback(self._restore, base, before)
+                self._install({choice.component: None})
+                _free_memory()
+            loaded = self._load(base, choice, self._host.cancelled)
+            undo.pop_all()
+        return loaded
+
+    def _keep(self, base: BaseModel, component: str, loaded: Loaded | None) -> None:
+        """Keep what a slot holds now, and what came with it, for when it is chosen again."""
+        if loaded is None or getattr(self.pipeline, component) is None:  # it had to go first
+            return
+        models = {name: getattr(self.pipeline, name) for name in (component, *loaded.siblings)}
+        key = Key(base.path, component, loaded.override, loaded.stamp, self._loaded_with[component])
+        self._kept.put(key, models, loaded, self._host.load_settings().keep)
+
+    def _settings(self) -> LoadSettings:
+        """What a load of now depends on."""
+        return replace(self._host.load_settings(), keep=0)
 
     def _restore(self, base: BaseModel, before: Slot) -> None:
         """Load what a slot held before; the base model's own transformer where that file is gone."""
@@ -263,6 +292,7 @@ class Session:
             taken.append(choice)
         pipeline = load_pipeline(base, self._host.load_settings(), given, self._host.report, cancelled)
         for choice in taken:
+            self._loaded_with[choice.component] = self._settings()
             if choice.component not in given:
                 self._rest_in_fp8(base, choice.component, getattr(pipeline, choice.component))
         return pipeline, loaded, taken
@@ -277,7 +307,8 @@ class Session:
         name = choice.plan.header.path.name
 
         def report(progress: Progress) -> None:
-            self._host.report(f"Loading {name}", progress.done_bytes / max(progress.total_bytes, 1))
+            total = progress.total_bytes
+            self._host.report(f"Loading {name}", progress.done_bytes / max(total, 1), total)
 
         built = build(choice.plan, progress=report, cancelled=cancelled)
         log.info("%s", log_line(choice.plan, built.seconds))

@@ -23,12 +23,14 @@ class LoadSettings:
         dtype: their compute dtype.
         use_mmap: whether weights may stay views of their file.
         compute: how quantized layers compute.
+        keep: how many transformers that were swapped out stay in RAM.
     """
 
     device: torch.device
     dtype: torch.dtype
     use_mmap: bool
     compute: Compute = field(default_factory=Compute)
+    keep: int = 0
 
 
 class Host(Protocol):
@@ -38,8 +40,8 @@ class Host(Protocol):
         """How the next load is to be done."""
         ...
 
-    def report(self, text: str, fraction: float | None) -> None:
-        """Show what is being done and how far it is (0 to 1, None where that is not known)."""
+    def report(self, text: str, fraction: float | None, total_bytes: int | None = None) -> None:
+        """Show what is being done and how far it is (0 to 1, None where that is not known), of how many bytes."""
         ...
 
     def cancelled(self) -> bool:
@@ -57,7 +59,7 @@ class PlainHost:
         """See Host."""
         return self.settings
 
-    def report(self, text: str, fraction: float | None) -> None:
+    def report(self, text: str, fraction: float | None, total_bytes: int | None = None) -> None:
         """See Host."""
 
     def cancelled(self) -> bool:

@@ -116,7 +116,7 @@ def _draw_column(
 
         def on_step(_: int, step: int, steps: int, done: int = done) -> None:
             text = f"Picture {done + 1} of {total}: {file}, step {step} of {steps}"
-            job.report(text, (done + step / steps) / total)
+            job.report(text, (done + step / steps) / total, total * steps, "steps")
 
         begun = time.perf_counter()
         picture = next(generate(pipeline, request, on_step=on_step, cancelled=cancelled))

@@ -55,6 +55,14 @@ def follower(worker: Worker, option: Option, component: Block) -> Follower:
     return Follower(component, read, update)
 
 
+def changed_follower(worker: Worker, option: Option, component: Block) -> Follower:
+    """Marks the label of an option that has another value than its default."""
+    return Follower(
+        component, lambda _: worker.settings.get(option.key) != option.default,
+        lambda changed: gr.update(label=f"{option.label} {page.CHANGED}" if changed else option.label),
+    )  # fmt: skip
+
+
 def note_follower(worker: Worker, option: Option, component: Block, *, with_help: bool) -> Follower:
     """Keeps what is said below a control true, and the control usable where it can do something."""
 

@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transplant.errors import LoadCancelled, TransplantError
+from transplant.view import size
 
 log = logging.getLogger("transplant")
 
@@ -22,6 +24,7 @@ EVERYONE = ""
 
 Level = Literal["info", "warning", "error"]
 Kind = Literal["load", "pictures", "comparison", "question"]
+Unit = Literal["", "bytes", "steps"]
 Status = Literal["waiting", "running", "finished", "failed", "cancelled"]
 
 
@@ -32,10 +35,12 @@ class Notice:
     Attributes:
         level: how bad it is.
         text: what happened and what to do.
+        details: what only those need who look for the cause, such as a traceback.
     """
 
     level: Level
     text: str
+    details: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,9 @@ class Job:
     pictures: tuple[Saved, ...] = ()
     result: Any = None
     _phase_start: float = field(default_factory=time.monotonic)
+    _phase_from: float = 0.0
+    _total: float | None = None
+    _unit: Unit = ""
     _cancel: threading.Event = field(default_factory=threading.Event)
     _done: threading.Event = field(default_factory=threading.Event)
 
@@ -109,18 +117,38 @@ class Job:
         """Wait for its end; whether it came in time."""
         return self._done.wait(timeout)
 
-    def report(self, text: str, fraction: float | None) -> None:
-        """Say what it is doing and how far it is."""
+    def report(self, text: str, fraction: float | None, total: float | None = None, unit: Unit = "") -> None:
+        """Say what it is doing and how far it is.
+
+        Args:
+            text: what it is doing.
+            fraction: how far it is, 0 to 1; None where that is not known.
+            total: how much there is to do, for a rate.
+            unit: of what.
+        """
         if fraction is None or self.fraction is None or fraction < self.fraction:
-            self._phase_start = time.monotonic()
-        self.text, self.fraction = text, fraction
+            self._phase_start, self._phase_from = time.monotonic(), fraction or 0.0
+        self.text, self.fraction, self._total, self._unit = text, fraction, total, unit
 
     def remaining(self) -> float | None:
         """Seconds that the phase at hand will still take, where that can be told yet."""
-        elapsed, fraction = time.monotonic() - self._phase_start, self.fraction
-        if fraction is None or fraction < 0.02 or elapsed < 1:
-            return None
-        return elapsed * (1 - fraction) / fraction
+        speed = self._speed()
+        return (1 - (self.fraction or 0)) / speed if speed else None
+
+    def rate(self) -> str:
+        """How fast it is, for people; "" where that cannot be told yet."""
+        speed = self._speed()
+        if not speed or self._total is None:
+            return ""
+        amount = speed * self._total
+        if self._unit == "bytes":
+            return f"{size(int(amount))}/s"
+        return f"{amount:.1f} {self._unit}/s" if amount >= 1 else f"{1 / amount:.1f} s/{self._unit.removesuffix('s')}"
+
+    def _speed(self) -> float | None:
+        """Fraction done in a second, over the phase at hand."""
+        elapsed, done = time.monotonic() - self._phase_start, (self.fraction or 0) - self._phase_from
+        return done / elapsed if done >= 0.02 and elapsed >= 1 else None
 
 
 class JobQueue:
@@ -262,7 +290,8 @@ def _outcome(job: Job) -> tuple[Status, Notice | None]:
         return "failed", Notice("error", sentence(str(error)))
     except Exception as error:
         log.exception("%s failed", job.title)
-        return "failed", Notice("error", f"{job.title} failed. {_explained(error)} The log has the details.")
+        text = f"{job.title} failed. {_explained(error)} The log has the details."
+        return "failed", Notice("error", text, "".join(traceback.format_exception(error)))
 
 
 def _explained(error: Exception) -> str:

@@ -21,6 +21,9 @@ EFFECTS: dict[Effect, str] = {
 
 Choice = tuple[str, str]
 
+CHANGED = "●"
+"""Marks an option that has another value than its default."""
+
 
 def status(job: Job | None, waiting: int, holding: Holding | None, not_loaded: Sequence[str] = ()) -> str:
     """The status line: what is being done and how far it is, or what is loaded and what is only selected."""
@@ -31,7 +34,9 @@ def status(job: Job | None, waiting: int, holding: Holding | None, not_loaded: S
     parts = [job.text or job.title]
     if percent is not None:
         parts.append(f"{percent} %")
-    remaining = job.remaining()
+    rate, remaining = job.rate(), job.remaining()
+    if rate:
+        parts.append(rate)
     if remaining is not None:
         parts.append(f"{duration(remaining)} left")
     if waiting:
@@ -49,7 +54,8 @@ def message(notice: Notice | None) -> str:
     """The message area: empty, or a sentence."""
     if notice is None:
         return '<div role="alert"></div>'
-    return f'<div role="alert" class="tp-message tp-{notice.level}">{escape(notice.text)}</div>'
+    fold = f"<details><summary>Details</summary><pre>{escape(notice.details)}</pre></details>" if notice.details else ""
+    return f'<div role="alert" class="tp-message tp-{notice.level}">{escape(notice.text)}{fold}</div>'
 
 
 def duration(seconds: float) -> str:

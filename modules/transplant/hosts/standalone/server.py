@@ -197,13 +197,14 @@ def application(arguments: Arguments, worker: Worker, lines: Any) -> Any:
     login = Login(arguments.login)
     app.include_router(api.router(worker, login.check))
     app.include_router(api.description(app, login.check))
-    style = ROOT / "style.css"
+    style, script = ROOT / "style.css", ROOT / "javascript" / "transplant.js"
     mounted = gr.mount_gradio_app(
         app, ui.build(worker, lines), path="/", auth=arguments.login,
         allowed_paths=[str(arguments.data_dir / "outputs")], footer_links=[],
         app_kwargs=hidden,
         ssr_mode=False, show_error=True, enable_monitoring=False, pwa=False, mcp_server=False,
         theme=ui.theme(), css_paths=[style] if style.is_file() else None,
+        head=f"<script>{script.read_text('utf-8')}</script>" if script.is_file() else None,
     )  # fmt: skip
     login.accept_page(mounted)
     return mounted

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,14 +249,16 @@ class Worker:
         use_mmap = {"on": True, "off": False}.get(self.settings.get("transplant_mmap"))
         try:
             compute = compute_from(self.settings.get)
-            return default_settings(self._device, self._dtype or self.settings.get("cuda_dtype"), use_mmap, compute)
+            dtype = self._dtype or self.settings.get("cuda_dtype")
+            settings = default_settings(self._device, dtype, use_mmap, compute)
+            return replace(settings, keep=self.settings.get("unet_cache"))
         except (ValueError, RuntimeError) as error:
             raise TransplantError(f"{error}: start with another --device") from error
 
-    def report(self, text: str, fraction: float | None) -> None:
+    def report(self, text: str, fraction: float | None, total_bytes: int | None = None) -> None:
         """See Host."""
         if self._job is not None:
-            self._job.report(text, fraction)
+            self._job.report(text, fraction, total_bytes, "bytes")
 
     def cancelled(self) -> bool:
         """See Host."""
@@ -323,7 +326,8 @@ class Worker:
 
         def on_step(index: int, step: int, steps: int) -> None:
             of = f"Picture {index + 1} of {request.batch}, step" if request.batch > 1 else "Step"
-            job.report(f"{of} {step} of {steps}", (index * steps + step) / (steps * request.batch))
+            total = steps * request.batch
+            job.report(f"{of} {step} of {steps}", (index * steps + step) / total, total, "steps")
 
         job.report("Encoding the prompt", None)
         names, keep = self.models.picture_names(), self.settings.get("samples_save")
