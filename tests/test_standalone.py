@@ -24,6 +24,7 @@ from transplant.hosts.standalone.models import BASE
 from transplant.hosts.standalone.server import ServeError, parse
 from transplant.hosts.standalone.settings import Settings
 from transplant.hosts.standalone.worker import Worker
+from transplant.inventory import Entry
 from transplant.options import option
 from transplant.request import make_request
 
@@ -423,6 +424,27 @@ def test_an_own_base_model_takes_the_place_of_the_demo(tmp_path: Path) -> None:
     assert second.settle().notice is None
     assert second.held == second.saved == ("mine", "Default")
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "shown"),
+    [
+        ("mark", ["Default", "None", "a", "b (missing)", "flux (FLUX.1)", "lora (LoRA)", "new", "odd"]),
+        ("hide", ["Default", "None", "a", "b (missing)", "new", "odd"]),
+        ("show", ["Default", "None", "a", "b (missing)", "flux", "lora", "new", "odd"]),
+    ],
+)
+def test_files_for_other_base_models_are_marked_or_hidden(others: str, shown: list[str]) -> None:
+    """What was not looked at yet, or is unknown, may be for it; what is chosen is never left out."""
+    names = ["Default", "None", "a", "flux", "lora", "new", "odd"]
+    seen = {"a": Entry("transformer", "Z-Image"), "flux": Entry("transformer", "FLUX.1"), "lora": Entry("LoRA")}
+    seen["odd"] = Entry("unknown")
+    entries = page.file_choices(names, "b", seen, "Z-Image", others)
+    assert sorted(label for label, _ in entries) == sorted(shown)
+    labels = [label for label, _ in page.file_choices(names, "flux", seen, "Z-Image", others)]
+    assert any(label.startswith("flux") for label in labels)
+    unloaded = [label for label, _ in page.file_choices(names, "a", seen, "", "mark")]
+    assert "flux" in unloaded and "lora (LoRA)" in unloaded
 
 
 # Page and server

@@ -210,7 +210,7 @@ def test_an_override_changes_the_picture_and_a_wrong_file_changes_nothing(page: 
     assert parameters.endswith(f"Model: {DEMO_BASE}, UNET: demo-comfyui-bf16, UNET hash: {digest}")
     assert own.info["parameters"].endswith(f"Model: {DEMO_BASE}")
 
-    choose(page, "sd_unet", "demo-flux")
+    choose(page, "sd_unet", "demo-flux (FLUX.1)")
     message(page, "holds a transformer of the FLUX.1 family")
     message(page, "demo-comfyui-bf16 stays loaded")
     chosen(page, "sd_unet", "demo-comfyui-bf16")
@@ -263,7 +263,7 @@ def test_refresh_finds_a_new_file_and_a_second_tab_agrees(page: Page, browser: B
     new.parent.mkdir(parents=True)
     shutil.copy(server.data / "demo" / "models" / make_demo.DIFFUSERS, new)
     page.locator("#setting_sd_unet input").click()
-    expect(page.get_by_role("option", name="demo-flux")).to_be_visible()
+    expect(page.get_by_role("option", name="demo-flux (FLUX.1)")).to_be_visible()
     assert page.get_by_role("option", name="brand new").count() == 0
     page.keyboard.press("Escape")
     page.locator("#refresh_sd_unet").click()

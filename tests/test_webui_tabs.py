@@ -77,7 +77,7 @@ def test_the_second_slot_is_there_while_the_base_model_has_two(page: Page, serve
     idle(page, "two with the transformers its own and b")
     chosen(page, "sd_unet", "Default")
     screenshot(page, "two-slots")
-    choose(page, "sd_unet_secondary", "z")
+    choose(page, "sd_unet_secondary", "z (Z-Image)")
     message(page, "b stays loaded")
     chosen(page, "sd_unet_secondary", "b")
     choose(page, "sd_model_checkpoint", "one")
@@ -160,7 +160,7 @@ def test_a_video_is_drawn_and_its_parameters_are_read_back(page: Page, server: S
 def test_files_are_compared_in_one_grid(page: Page, server: Server) -> None:
     tab(page, "Compare")
     page.locator("#compare_files input").click()
-    for name in ("a", "z"):
+    for name in ("a", "z (Z-Image)"):
         page.get_by_role("option", name=name, exact=True).click()
     page.keyboard.press("Escape")
     page.locator("#compare_prompts textarea").fill("a red circle\na blue square")

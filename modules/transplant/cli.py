@@ -202,29 +202,20 @@ def _existing_file(text: str) -> Path:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from transplant.architectures.detect import identify
-    from transplant.checkpoint.header import read_header
-    from transplant.checkpoint.naming import normalise
     from transplant.checkpoint.shards import model_in
-    from transplant.view import file_groups, file_json, file_rows, group_table, table
+    from transplant.inspection import inspect_file
+    from transplant.view import file_groups, file_rows, group_table, table
 
     if arguments.file.is_dir() and model_in(arguments.file) is None:
         return _list(arguments)
-    header = read_header(arguments.file)
-    keys = normalise(header.path, header.tensors)
-    detection = identify(keys, metadata=header.metadata)
     if arguments.base:
-        try:
-            return _inspect_over_base(arguments)
-        except OverrideArchMismatch as refusal:
-            told = file_json(header, keys, detection) if arguments.json else {}
-            if not arguments.json:
-                print(table(file_rows(header, keys, detection)))
-            return _refused(refusal, arguments, told)
+        return _inspect_over_base(arguments)
+    found = inspect_file(arguments.file)
     if arguments.json:
-        print(json.dumps(file_json(header, keys, detection), indent=2))
+        print(json.dumps(found.as_json(), indent=2))
     else:
-        print(f"{table(file_rows(header, keys, detection))}\n\n{group_table(file_groups(header, keys))}")
+        rows = file_rows(found.header, found.keys, found.detection)
+        print(f"{table(rows)}\n\n{group_table(file_groups(found.header, found.keys))}")
     return OK
 
 
@@ -240,22 +231,23 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _inspect_over_base(arguments: argparse.Namespace) -> int:
-    from transplant.plan import plan
-    from transplant.view import group_table, plan_groups, plan_json, plan_rows, table
+    from transplant.base_model import read_base
+    from transplant.inspection import inspect_over_base
+    from transplant.slots import PRIMARY
+    from transplant.view import file_rows, group_table, plan_groups, plan_rows, table
 
-    settings = _settings(arguments)
-    planned = plan(
-        arguments.file,
-        arguments.base,
-        dtype=settings.dtype,
-        device=settings.device,
-        use_mmap=settings.use_mmap,
-        compute=settings.compute,
-    )
+    base = read_base(arguments.base)
+    component = PRIMARY.component_in(base) or PRIMARY.components[0]
+    found = inspect_over_base(arguments.file, base, component, _settings(arguments))
+    if found.plan is None:
+        assert found.refusal is not None
+        if not arguments.json:
+            print(table(file_rows(found.header, found.keys, found.detection)))
+        return _refused(found.refusal, arguments, found.as_json())
     if arguments.json:
-        print(json.dumps(plan_json(planned), indent=2))
+        print(json.dumps(found.as_json(), indent=2))
     else:
-        print(f"{table(plan_rows(planned))}\n\n{group_table(plan_groups(planned))}")
+        print(f"{table(plan_rows(found.plan))}\n\n{group_table(plan_groups(found.plan))}")
     return OK
 
 

@@ -113,6 +113,11 @@ OPTIONS: tuple[Option, ...] = (
         "unconditional one of Ideogram 4.", "transformer",
     ),
     Option(
+        "transplant_other_files", "mark", "Files for other base models", "dropdown", MODELS, ("mark", "hide", "show"),
+        "What the lists of files do with a LoRA, a VAE or a transformer of another architecture than the loaded base "
+        "model's: say what it is, leave it out, or neither.",
+    ),
+    Option(
         "transplant_load_at_once", True, "Load a choice at once", "checkbox", MODELS,
         help="Off: a base model or file that is chosen is loaded with the next picture.",
     ),

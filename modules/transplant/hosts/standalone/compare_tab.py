@@ -15,7 +15,7 @@ from transplant.hosts.standalone.worker import Worker
 from transplant.options import option
 from transplant.request import make_request
 from transplant.samplers import DEFAULT_SAMPLER
-from transplant.slots import DEFAULT, PRIMARY, SECONDARY, SLOTS
+from transplant.slots import DEFAULT, NONE, PRIMARY, SECONDARY, SLOTS
 
 
 def draw(worker: Worker) -> list[Follower]:
@@ -77,4 +77,4 @@ def _form(worker: Worker) -> tuple[dict[str, Any], gr.Button]:
 
 
 def _files(worker: Worker) -> list[page.Choice]:
-    return [(name, name) for name in (DEFAULT, *worker.catalog.overrides)]
+    return [(label, name) for label, name in worker.file_choices(None) if name != NONE]

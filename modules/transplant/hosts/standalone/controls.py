@@ -95,5 +95,7 @@ def entries(worker: Worker, option: Option, value: object) -> list[page.Choice]:
     """The dropdown entries of an option."""
     if option.choices == "options":
         return [(known.label, known.key) for known in OPTIONS]
+    if option.choices == "overrides":
+        return worker.file_choices(value)
     names: Sequence[str] = worker.dynamic()[option.choices] if isinstance(option.choices, str) else option.choices or ()
     return page.choices(names, value)

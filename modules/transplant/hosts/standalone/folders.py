@@ -112,6 +112,7 @@ class Catalog:
         self.inventory = inventory or Inventory()
         self._bases: dict[str, Path] = {}
         self._overrides: dict[str, Path] = {}
+        self._seen: dict[str, Entry] = {}
         self._lock = threading.Lock()
 
     @property
@@ -130,7 +131,16 @@ class Catalog:
         """What each override is, by name: kind and architecture. Quick where the files were looked at before."""
         named = self.overrides
         entries = self.inventory.look_at(named.values())
-        return {name: entries[path] for name, path in named.items()}
+        described = {name: entries[path] for name, path in named.items()}
+        with self._lock:
+            self._seen = described
+        return described
+
+    @property
+    def seen(self) -> dict[str, Entry]:
+        """What `described` said last; it reads no file."""
+        with self._lock:
+            return dict(self._seen)
 
     @property
     def needs_demo(self) -> bool:

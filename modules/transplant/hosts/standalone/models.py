@@ -37,6 +37,7 @@ class Holding:
     Attributes:
         base: the base model's name.
         pipeline: class name of its pipeline.
+        architecture: name of its transformer's architecture.
         overrides: what each slot that the pipeline has holds: a file's name or Default, by the slot's option.
         how: compute dtype and device, for people.
         samplers: what it can draw with.
@@ -45,6 +46,7 @@ class Holding:
 
     base: str
     pipeline: str
+    architecture: str
     overrides: Mapping[str, str]
     how: str
     samplers: tuple[str, ...]
@@ -76,7 +78,7 @@ class Models:
     """
 
     def __init__(
-        self, host: Host, settings: Settings, catalog: Catalog, digests: Digests, on_change: Callable[[], None]
+        self, host: Host, settings: Settings, catalog: Catalog, digests: Digests, look_again: Callable[[], None]
     ) -> None:
         self.holding: Holding | None = None
         self.missing: frozenset[str] = frozenset()
@@ -87,7 +89,7 @@ class Models:
         self._settings = settings
         self._catalog = catalog
         self._digests = digests
-        self._on_change = on_change
+        self._look_again = look_again
         self._session: Session | None = None
         self._names: dict[Path, str] = {}
 
@@ -120,8 +122,7 @@ class Models:
         if self._catalog.needs_demo:
             job.report("Making the demo", None)
             self._catalog.make_demo()
-            self._catalog.refresh(self._settings.get("transplant_hub_cache"))
-            self._on_change()
+            self._look_again()
         self._forget_demo()
         problems = list(self._settings.warnings)
         if self.selected_base():
@@ -286,6 +287,7 @@ class Models:
     def _record(self) -> None:
         """Hold the settings against what is really loaded, and save them so."""
         from transplant.generate import makes_video
+        from transplant.plan import spec_for
 
         session = self.session()
         fp8 = session.fp8_outlook()
@@ -305,7 +307,7 @@ class Models:
         how = f"{str(session.pipeline.dtype).removeprefix('torch.')} on {session.pipeline.device}"
         base = self._names[session.base.path]
         self.holding = Holding(
-            base, session.base.pipeline, overrides, how,
+            base, session.base.pipeline, spec_for(session.base).name, overrides, how,
             tuple(sampler_names(cast("Any", session.pipeline).scheduler)), makes_video(session.pipeline),
         )  # fmt: skip
         kept = {key for key in SLOT_OF if self._settings.get(key) in self.missing}

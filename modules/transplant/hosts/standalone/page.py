@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
+from transplant.architectures.detect import BUNDLE, TRANSFORMER
 from transplant.hosts.standalone.jobs import Job, Notice
 from transplant.hosts.standalone.models import Holding
+from transplant.inventory import Entry
 from transplant.options import Effect, Option
 from transplant.slots import DEFAULT
 
@@ -72,6 +74,36 @@ def choices(names: Sequence[str], value: object) -> list[Choice]:
     if isinstance(value, str) and value and value not in names:
         entries.insert(0, (f"{value} (missing)", value))
     return entries
+
+
+def file_choices(
+    names: Sequence[str], value: object, seen: Mapping[str, Entry], architecture: str, others: str
+) -> list[Choice]:
+    """Entries for files; those that are not for the loaded base model say what they are, or are left out.
+
+    Args:
+        names: the entries.
+        value: the one that is chosen; it is never left out.
+        seen: what the files are, as far as that is known.
+        architecture: the loaded base model's; "" while none is.
+        others: "mark", "hide" or "show" those that are not for it.
+    """
+    entries = choices(names, value)
+    if others == "show":
+        return entries
+    told = [(label, name, _other(seen.get(name), architecture)) for label, name in entries]
+    if others == "hide":
+        return [(label, name) for label, name, other in told if not other or name == value]
+    return [(f"{label} ({other})" if other else label, name) for label, name, other in told]
+
+
+def _other(entry: Entry | None, architecture: str) -> str:
+    """What a file is that is not for the loaded base model; "" for one that may be."""
+    if entry is None:
+        return ""
+    if entry.kind not in (TRANSFORMER, BUNDLE, "unknown"):
+        return entry.kind
+    return entry.architecture if architecture and entry.architecture not in ("", architecture) else ""
 
 
 def explanation(option: Option) -> str:

@@ -6,6 +6,7 @@ Torch and diffusers are imported on the worker's own thread, so that the page an
 from __future__ import annotations
 
 import logging
+import threading
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transplant.base_model import read_base
 from transplant.digest import Digests
 from transplant.errors import TransplantError
+from transplant.hosts.standalone import page
 from transplant.hosts.standalone.compare import Comparison, compare
 from transplant.hosts.standalone.folders import Catalog, find
 from transplant.hosts.standalone.images import PictureStore
@@ -58,14 +60,14 @@ class Worker:
         self.settings = settings
         self.catalog = catalog
         self.queue = JobQueue(self._bump)
-        self.models = Models(self, settings, catalog, digests, self._bump)
+        self.models = Models(self, settings, catalog, digests, self._look_again)
         self.revision = 0
         self._pictures = pictures
         self._digests = digests
         self._device = device
         self._dtype = dtype
         self._job: Job | None = None
-        catalog.refresh(settings.get("transplant_hub_cache"))
+        self._look_again()
 
     # What the page and the API ask for.
 
@@ -107,6 +109,24 @@ class Worker:
             return True
         return self.holding is not None and key in self.holding.overrides
 
+    def file_choices(self, value: object) -> list[page.Choice]:
+        """The entries of a slot's dropdown, with Default and None first."""
+        architecture = self.holding.architecture if self.holding else ""
+        others = self.settings.get("transplant_other_files")
+        names = self.dynamic()["overrides"]
+        return page.file_choices(names, value, self.catalog.seen, architecture, others)
+
+    def _look_again(self) -> None:
+        """List the folders, and look into the files in the background: a thousand take seconds the first time."""
+
+        def look() -> None:
+            self.catalog.described()
+            self._bump()
+
+        self.catalog.refresh(self.settings.get("transplant_hub_cache"))
+        self._bump()
+        threading.Thread(target=look, daemon=True, name="transplant-inventory").start()
+
     def not_loaded(self) -> list[str]:
         """What is selected and neither loaded nor about to be; the next picture loads it."""
         holding = self.holding
@@ -144,7 +164,7 @@ class Worker:
             reason = f"{self.settings.path} cannot be written ({error.strerror})"
             raise TransplantError(f"{reason}: nothing was saved") from error
         if "transplant_hub_cache" in changed:
-            self.catalog.refresh(self.settings.get("transplant_hub_cache"))
+            self._look_again()
         self._bump()
         again = any(option(key).effect == "reload" for key in changed)
         if again:
@@ -157,8 +177,7 @@ class Worker:
 
     def refresh(self, owner: str) -> None:
         """Look at the folders again; what the settings name and was missing is loaded when it is back."""
-        self.catalog.refresh(self.settings.get("transplant_hub_cache"))
-        self._bump()
+        self._look_again()
         missing, base = self.models.missing, self.settings.get(BASE)
         if base in missing and find(self.catalog.bases, base):
             self._submit_models(owner, {BASE: base}, False)
