@@ -388,7 +388,7 @@ def test_files_outside_the_outputs_are_not_served(server: Server) -> None:
     ours = (server.data / "config.json", server.data / "cache" / "digests.json", server.models)
     for path in (*ours, ROOT / "extension.py", Path("/etc/passwd")):
         assert status(f"{server.url}/gradio_api/file={path}") in (403, 404)
-    for path in ("redoc", "gradio_api/openapi.json", "gradio_api/docs"):
+    for path in ("redoc", "gradio_api/docs"):
         assert status(f"{server.url}/{path}") == 404
 
 
