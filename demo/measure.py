@@ -27,6 +27,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "modules"))
 
+import assemble
 import inspector
 import make_demo
 import published
@@ -96,12 +97,9 @@ def transformers(base: Path) -> Iterator[tuple[str, Any]]:
 
     own = DiffusionPipeline.from_pretrained(base, dtype=torch.bfloat16)
     tensors = make_demo.to_comfyui(own.transformer.state_dict())
-    companions = {
-        **make_demo.with_prefix(make_demo.vae_to_ldm(own.vae.state_dict()), "vae."),
-        **make_demo.with_prefix(own.text_encoder.state_dict(), "text_encoders.qwen3_4b.transformer.model."),
-    }
+    parts = assemble.companions(own)
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: write(Path(folder) / name, tensors, companions) for name, write in published.WRITERS.items()}
+        files = {name: write(Path(folder) / name, tensors, parts) for name, write in published.WRITERS.items()}
         for name, file in files.items():
             yield name, transplant.load_transformer(file, base=base, dtype=torch.bfloat16)
         with fp8_on_cpu():

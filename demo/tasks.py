@@ -32,7 +32,7 @@ class Task:
         modules: makes the modules, by name; what does not require a gradient rests.
         loss: makes the loss of these modules; done once in every worker.
         microbatches: gradients in a step.
-        rates: learning rates of matrices inside transformer blocks (Muon) and of everything else (AdamW).
+        rates: learning rates of inner matrices and convolutions (Muon) and of everything else (AdamW).
         decay: of the weights' running average, which is what counts in the end.
     """
 
@@ -178,7 +178,7 @@ def get_latents() -> network.Latents:
 
 
 def vae_modules(part: str) -> Callable[[], Modules]:
-    return lambda: {part: getattr(network.new_vae(SEED), part).to(memory_format=torch.channels_last)}
+    return lambda: {part: getattr(network.new_vae(SEED), part)}
 
 
 def random_pictures(rng: random.Random, size: int = 16) -> torch.Tensor:
@@ -225,8 +225,8 @@ def encoder_loss(modules: Modules) -> Loss:
 TASKS = {
     "text": Task(text_modules, text_loss, 1, (3e-3, 2e-3), 0.98),
     "base": Task(base_modules, flow_loss("plain"), 3, (3e-3, 1.5e-3), 0.998),
-    "decoder": Task(vae_modules("decoder"), decoder_loss, 1, (0.0, 2e-3), 0.99),
-    "encoder": Task(vae_modules("encoder"), encoder_loss, 1, (0.0, 2e-3), 0.99),
+    "decoder": Task(vae_modules("decoder"), decoder_loss, 1, (4e-3, 2e-3), 0.99),
+    "encoder": Task(vae_modules("encoder"), encoder_loss, 1, (4e-3, 2e-3), 0.99),
     **{style: Task(fine_tune_modules, flow_loss(style), 2, (1e-3, 5e-4), 0.99) for style in shapes.STYLES[1:]},
 }
 

@@ -131,15 +131,25 @@ class Pool:
 # The loop
 
 
-def make_optimizers(parameters: Parameters, rates: tuple[float, float]) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside transformer blocks, AdamW for the rest."""
-    parts = (".attention.to_", ".feed_forward.", ".self_attn.", ".mlp.")
-    is_inner = {
-        name: parameter.ndim == 2 and any(part in name for part in parts) and "t_embedder" not in name
-        for name, parameter in parameters.items()
-    }
-    inner = [parameter for name, parameter in parameters.items() if is_inner[name]]
-    rest = [parameter for name, parameter in parameters.items() if not is_inner[name]]
+INNER = (".attention.to_", ".feed_forward.", ".self_attn.", ".mlp.")
+
+
+def is_inner(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether Muon trains it: matrices inside transformer blocks, and all convolutions but the last."""
+    if parameter.ndim == 4:
+        return "conv_out" not in name
+    return parameter.ndim == 2 and "t_embedder" not in name and any(part in name for part in INNER)
+
+
+def as_matrix(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The same numbers as a matrix, for Muon: a convolution's kernels as rows."""
+    return torch.nn.Parameter(parameter.data.view(len(parameter), -1))
+
+
+def make_optimizers(
+    inner: list[torch.nn.Parameter], rest: list[torch.nn.Parameter], rates: tuple[float, float]
+) -> list[torch.optim.Optimizer]:
+    """Muon for inner matrices, if there are any, and AdamW for the rest."""
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, rates[1], betas=(0.9, 0.99), weight_decay=0.0)]
     if inner:
         muon = torch.optim.Muon(inner, rates[0], weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
@@ -159,7 +169,10 @@ class Run:
         self.name = name
         self.task = TASKS[name]
         self.parameters = trained(self.task.modules())
-        self.optimizers = make_optimizers(self.parameters, self.task.rates)
+        inner = [parameter for name, parameter in self.parameters.items() if is_inner(name, parameter)]
+        rest = [parameter for name, parameter in self.parameters.items() if not is_inner(name, parameter)]
+        self.matrices = [(parameter, as_matrix(parameter)) for parameter in inner]
+        self.optimizers = make_optimizers([matrix for _, matrix in self.matrices], rest, self.task.rates)
         self.average = {key: parameter.detach().clone() for key, parameter in self.parameters.items()}
         self.step = 0
         self.seconds = 0.0
@@ -185,6 +198,9 @@ class Run:
     def update(self, steps: int) -> None:
         """One step of the optimizers with the gradients that are there."""
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        for parameter, matrix in self.matrices:
+            assert parameter.grad is not None
+            matrix.grad = parameter.grad.view_as(matrix)
         for optimizer, full in zip(self.optimizers, self.task.rates[::-1], strict=False):
             optimizer.param_groups[0]["lr"] = full * rate(self.step, steps)
             optimizer.step()

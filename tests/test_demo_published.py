@@ -10,11 +10,16 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
+import assemble
 import make_demo
+import measure
 import network
 import published
+import shapes
+import tasks
 import tiny_models
 import train
 import transplant
@@ -134,3 +139,35 @@ def test_the_rate_rises_and_falls() -> None:
     assert train.rate(300, 1000) == 1
     assert train.rate(800, 1000) == pytest.approx(0.5)
     assert train.rate(1000, 1000) == 0
+
+
+def save_untrained(folder: Path, task: str) -> None:
+    """The state that a training of a task would leave, of untrained weights."""
+    parts = {"text": ("text_encoder",), "base": ("transformer",), "decoder": ("decoder",)}.get(task, ("transformer",))
+    vae = network.new_vae(0)
+    modules = {
+        "text_encoder": network.new_text_encoder(0, len(network.new_tokenizer())),
+        "transformer": network.new_transformer(len(task)),
+        "decoder": vae.decoder,
+    }
+    average = {f"{part}.{name}": value for part in parts for name, value in modules[part].named_parameters()}
+    torch.save({"average": average}, folder / f"{task}.pt")
+
+
+def test_what_is_trained_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FOLDER", tmp_path)
+    for task in ("text", "base", "decoder", "outlines", "pastel"):
+        save_untrained(tmp_path, task)
+    base, *files = assemble.assemble(tmp_path / "models")
+    assert [path.name for path in files] == [
+        "demo-outlines-bf16.safetensors", "demo-outlines-nvfp4.safetensors",
+        "demo-pastel-int8-convrot.safetensors", "demo-pastel-gguf-q8_0.gguf",
+    ]  # fmt: skip
+    assert sum(path.stat().st_size for path in (tmp_path / "models").rglob("*") if path.is_file()) < 33_000_000
+    pipeline = DiffusionPipeline.from_pretrained(base, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.transformer = transplant.load_transformer(files[2], base=base, dtype=torch.float32)
+    drawn = measure.draw(pipeline, shapes.held_out()[:2], 1)
+    assert [picture.size for picture in drawn.pictures] == [(shapes.SIZE, shapes.SIZE)] * 2
+    row = measure.judge("x", drawn, drawn, shapes.held_out()[:2], 1)
+    assert (row.right, row.of, row.psnr) == (0, 2, 99)
