@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -98,6 +100,29 @@ def test_many_threads_lose_no_setting(tmp_path: Path) -> None:
         thread.join()
     again = Settings(settings.path)
     assert {key: again.get(key) for key in values} == values
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_killed_while_saving_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    """SIGKILL at any moment: the file holds one of the two values, and every other option."""
+    file = tmp_path / "config.json"
+    writer = (
+        "import itertools, sys; from pathlib import Path; from transplant.hosts.standalone.settings import Settings\n"
+        "settings = Settings(Path(sys.argv[1])); print('ready', flush=True)\n"
+        "for value in itertools.cycle(('bf16', 'fp16')): settings.set_many({'cuda_dtype': value})"
+    )
+    file.write_text(json.dumps({"from_the_future": "x" * 100_000, "cuda_dtype": "bf16"}))
+    for moment in range(12):
+        process = subprocess.Popen([sys.executable, "-c", writer, str(file)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.003 * moment)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        settings = Settings(file)
+        assert settings.warnings == []
+        assert settings.get("cuda_dtype") in ("bf16", "fp16")
+        assert json.loads(file.read_text())["from_the_future"] == "x" * 100_000
 
 
 # Jobs
