@@ -118,6 +118,8 @@ class Rebuilt:
     tensors: Tensors = field(default_factory=dict)
     values: Tensors = field(default_factory=dict)
     layers: dict[str, Written] = field(default_factory=dict)
+    full_precision: dict[str, bool] = field(default_factory=dict)
+    """By stored name of the weight, whether its matmul is to stay in floating point."""
     metadata: dict[str, str] | None = None
 
 
@@ -159,6 +161,8 @@ def rebuilt(case: Case, original: Tensors) -> Rebuilt:
             if case.int8:
                 markers[layer] = {"format": "int8_tensorwise", **next(turns)}
             marker = said.get(layer) or markers.get(layer) or {"format": "float8_e4m3fn"}
+            exact = marker.get("full_precision_matrix_mult", not markers and has_exact_flag(source, prefix))
+            file.full_precision[f"{layer}.weight"] = exact
             file.layers[name] = made = written(tensor, marker)
             file.values[name] = made.value(torch.float32)
             file.tensors |= as_int8(layer, made) if case.int8 else in_roles(layer, made, roles)
@@ -168,6 +172,11 @@ def rebuilt(case: Case, original: Tensors) -> Rebuilt:
             file.values[name] = tensor.to(dtype).float()
     declare(file, source, prefix, markers, said)
     return file
+
+
+def has_exact_flag(source: Manifest, prefix: str) -> bool:
+    """`scaled_fp8` with two elements says that no matmul is to be in fp8."""
+    return source.tensors.get(f"{prefix}scaled_fp8", ("", ()))[1] == (2,)
 
 
 def as_int8(layer: str, made: Written) -> Tensors:
@@ -374,6 +383,7 @@ def test_file_as_published(name: str, tmp_path: Path) -> None:
     file, expected = file_and_expected(name)
     planned, model = loaded(name, file, tmp_path)
     assert planned.quantization == case.source
+    assert {name: layer.full_precision_matmul for name, layer in planned.layers.items()} == file.full_precision
     assert_holds(model, expected)
     assert held_in_codes(model) == fed_by_codes(name, file) - case.decoded
     assert {target.module for target in planned.targets if target.decoded} == case.decoded
