@@ -48,7 +48,7 @@ def _facts(told: Mapping[str, Any]) -> str:
         ("Because of", told["why"]),
         ("Layout", f"{told['layout'] or 'unknown'}, {'prefix ' + told['prefix'] if told['prefix'] else 'no prefix'}"),
         ("Not read", companions or "nothing"),
-        ("Quantization", _formats(told)),
+        ("Formats", _formats(told)),
         *(("Note", text) for text in told.get("warnings", ())),
     ]
     cells = "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(str(text))}</td></tr>" for name, text in rows)
