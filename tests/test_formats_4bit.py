@@ -503,7 +503,9 @@ def test_missing_and_foreign_tensors(make: Make) -> None:
 
 
 @pytest.mark.parametrize("bad", [(), (31,), (1, 30), (29, 2), (30, 1, 1), (0,)], ids=str)
-@pytest.mark.parametrize(("make", "role"), [*SCALES[:4], (w4a8, "weight_codebook")], ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("make", "role"), [*SCALES[:4], (w4a8, "weight_codebook")], ids=lambda value: getattr(value, "__name__", value)
+)
 def test_shapes_that_are_none(make: Make, role: str, bad: tuple[int, ...]) -> None:
     written = make(weight((30, 128)))
     with pytest.raises(FormatError, match=f"its {role} has shape"):
