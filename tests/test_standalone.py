@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import transplant
 from tiny_models import make_demo, tiny_base
 from transplant.digest import Digests
 from transplant.errors import OptionError, TransplantError
@@ -112,8 +113,10 @@ def test_killed_while_saving_leaves_the_old_or_the_new(tmp_path: Path) -> None:
         "for value in itertools.cycle(('bf16', 'fp16')): settings.set_many({'cuda_dtype': value})"
     )
     file.write_text(json.dumps({"from_the_future": "x" * 100_000, "cuda_dtype": "bf16"}))
+    environment = {**os.environ, "PYTHONPATH": str(Path(transplant.__file__).parents[1])}
+    command = [sys.executable, "-c", writer, str(file)]
     for moment in range(12):
-        process = subprocess.Popen([sys.executable, "-c", writer, str(file)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.003 * moment)
         process.kill()
