@@ -97,6 +97,7 @@ def test_options_are_read_and_set_and_what_they_load_is_loaded(served: Served) -
         ({"sdnq_svd_rank": 0}, "must be from 1 to 512"),
         ({"cuda_dtype": "fp64"}, "the choices are auto, bf16"),
         ({"no_such_option": 1}, "there is no such option"),
+        ({"sdnq_modules_dtype_dict": "{bad"}, "is not valid JSON"),
         ({"quicksettings_list": ["nothing"]}, "there is no 'nothing'"),
     ],
 )

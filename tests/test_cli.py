@@ -152,3 +152,26 @@ def test_generate_sizes_that_cannot_be_drawn(models: Path, tmp_path: Path) -> No
     assert done.returncode == 1
     assert "divisible" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_generate_says_what_it_does_and_checks_its_target_first(models: Path, tmp_path: Path) -> None:
+    """FP8 storage without a GPU is said to have no effect; a target that cannot be written costs no drawing."""
+    base = models / make_demo.BASE
+    call = ("generate", "--base", base, "--prompt", "x", "--steps", 1, "--width", 64, "--height", 64)
+    told = run(*call, "--fp8-storage", "-o", tmp_path / "x.png").stderr
+    assert "FP8 storage has no effect" in told and "OpenVINO" not in told
+    refused = run(*call, "-o", tmp_path / "nowhere" / "x.png")
+    assert refused.returncode == 1
+    assert "nothing can be written to" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path: Path) -> None:
+    done = run("inspect", tmp_path / ("x" * 300 + ".safetensors"))
+    assert done.returncode == 1
+    assert "cannot be read (File name too long)" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_quantization_that_finds_no_layer_is_said(models: Path) -> None:
+    """The demo's layers are smaller than what SDNQ quantizes."""
+    done = run("inspect", models / make_demo.COMFYUI, "--base", models / make_demo.BASE, "--quantize", "int8")
+    assert "quantization on load changes nothing: every layer is too small" in done.stdout

@@ -365,3 +365,12 @@ def test_base_is_read_once(tiny: tuple[Path, ZImageTransformer2DModel], tmp_path
     file = save(tmp_path / "x.safetensors", to_comfyui(tiny[1].state_dict()))
     base = read_base(tiny[0])
     assert plan(file, base).base is base
+
+
+def test_missing_blocks_are_each_named() -> None:
+    """Not the first five tensors of the first block alone."""
+    names = [f"transformer_blocks.{block}.{part}" for block in (17, 18) for part in ("a", "b", "c", "d")]
+    told = str(errors.MissingTensors("x.safetensors", [*names, "proj_out.weight"], "Anima"))
+    assert "lacks 9 tensors of Anima (of transformer_blocks.17, transformer_blocks.18, proj_out.weight)" in told
+    few = str(errors.MissingTensors("x.safetensors", ["layers.3.a", "layers.4.a"], "Z-Image"))
+    assert "(layers.3.a, layers.4.a)" in few

@@ -57,7 +57,7 @@ class AdapterGuard(_Base):
         if narrow:
             raise AdapterRefused(
                 f"fusing would round the weights of {len(narrow)} layers anew, for example {sample(narrow, 1)}",
-                "leave it beside the weights, where it is exact, or load the bf16 file without FP8 storage",
+                "leave it beside the weights, where it is exact, or load a plain bf16 file without FP8 storage",
             )
         super().fuse_lora(*args, **kwargs)
 
@@ -72,7 +72,7 @@ class AdapterGuard(_Base):
 
 _DORA = (
     "DoRA needs the norms of the weights themselves",
-    "use a plain LoRA, or load the bf16 file without FP8 storage",
+    "use a plain LoRA, or load a bf16 file with neither FP8 storage nor quantization",
 )
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("transplant").setLevel(logging.INFO if chosen.command == "generate" else logging.WARNING)
+    logging.getLogger("sdnq").setLevel(logging.ERROR)  # it warns of kernels that nobody asked for
     command: Callable[[argparse.Namespace], int] = chosen.run
     try:
         return command(chosen)
@@ -63,6 +66,13 @@ def main(argv: Sequence[str]) -> int:
         return _refused(refusal, chosen)
     except (TransplantError, ValueError, OSError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return FAILED
+    except MemoryError:
+        print(f"{_PROGRAM}: there was not enough memory: choose a smaller file, size or dtype", file=sys.stderr)
+        return FAILED
+    except RuntimeError as error:  # torch's, from within a pipeline: sizes it cannot draw, a full GPU
+        text = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        print(f"{_PROGRAM}: {type(error).__name__}: {text}; try another size or other settings", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: stopped", file=sys.stderr)
@@ -196,8 +206,13 @@ def _png(text: str) -> Path:
 
 def _existing_file(text: str) -> Path:
     path = Path(text)
-    if not path.exists():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise argparse.ArgumentTypeError(f"there is no file {text}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise argparse.ArgumentTypeError(f"{text[:80]} cannot be read ({reason})") from None
     return path
 
 
@@ -321,6 +336,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transplant.slots import SLOTS, Override
     from transplant.storage import write_atomically
 
+    _check_writable(arguments.output.parent)
     session = Session(PlainHost(_settings(arguments)))
     files = [Override(title(file), file) if file else None for file in (arguments.unet, arguments.unet_secondary)]
     outcome = session.load_base(arguments.base, *files)
@@ -340,6 +356,15 @@ def _generate(arguments: argparse.Namespace) -> int:
         write_atomically(arguments.output, png_bytes(picture.image, text, picture.more_frames))
     print(arguments.output)
     return OK
+
+
+def _check_writable(folder: Path) -> None:
+    """Before a picture is drawn for it. Raises TransplantError."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TransplantError(f"nothing can be written to {folder} ({error.strerror}): name another with -o") from error
 
 
 def _refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -342,10 +343,20 @@ class MissingTensors(OverrideArchMismatch):
     def __init__(self, file: Path | str, names: Sequence[str], architecture: str) -> None:
         super().__init__(
             file,
-            f"lacks {counted(len(names), 'tensor')} of {architecture} ({sample(names)})",
+            f"lacks {counted(len(names), 'tensor')} of {architecture} ({_by_block(names)})",
             "It is incomplete or a variant that is not supported: use a complete file",
         )
         self.names = tuple(names)
+
+
+def _by_block(names: Sequence[str]) -> str:
+    """Names as one phrase; those of several blocks are told by block, each block once."""
+    found = [re.match(r"(\w+)\.(\d+)\.", name) for name in names]
+    blocks = list(dict.fromkeys(match[0][:-1] for match in found if match))
+    if len(blocks) < 2 or len(names) < 3 * len(blocks):
+        return sample(names)
+    others = [name for name, match in zip(names, found, strict=True) if not match]
+    return f"of {sample(blocks, 12)}{', ' + sample(others) if others else ''}"
 
 
 class UnexpectedTensors(OverrideArchMismatch):

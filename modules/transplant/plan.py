@@ -223,7 +223,7 @@ def _make(
 
 
 def _of_loading(draft: Draft, transformer: ComponentPlan, spec: TransformerSpec) -> tuple[str, ...]:
-    return (*_warnings(transformer), *_ignored(draft, transformer.cls, spec))
+    return (*_warnings(transformer), *_not_quantized(draft, transformer), *_ignored(draft, transformer.cls, spec))
 
 
 def _ignored(draft: Draft, cls: type, spec: TransformerSpec) -> tuple[str, ...]:
@@ -238,6 +238,13 @@ def _ignored(draft: Draft, cls: type, spec: TransformerSpec) -> tuple[str, ...]:
     elif draft.compute.fp8_storage and is_unknown(cls, spec.fp8_skip_patterns):
         told.append(unknown_text(cls))
     return tuple(told)
+
+
+def _not_quantized(draft: Draft, transformer: ComponentPlan) -> tuple[str, ...]:
+    """That quantization on load was asked for and finds no layer."""
+    if draft.compute.quantize is None or draft.layers or any(target.form for target in transformer.targets):
+        return ()
+    return ("quantization on load changes nothing: every layer is too small for SDNQ, or on its skip lists",)
 
 
 def _warnings(transformer: ComponentPlan) -> tuple[str, ...]:

@@ -229,7 +229,8 @@ def _formats(plan: LoadPlan) -> Counter[str]:
 def _quantization(plan: LoadPlan) -> str:
     """How many layers are quantized in which format, and what says so."""
     if not plan.layers:
-        return "none"
+        made = Counter(target.resident for target in plan.targets if target.form)
+        return ", ".join(f"{count} layers to {name} on load" for name, count in made.items()) or "none"
     counts = ", ".join(f"{count} layers {name}" for name, count in _formats(plan).items())
     held: dict[str, list[TargetTensor]] = {}
     for target in plan.targets:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transplant.errors import OptionError, TransplantError
 from transplant.grid import Cell, Column, compose
-from transplant.hosts.standalone.jobs import Job, Notice, Saved
+from transplant.hosts.standalone.jobs import Job, Notice, Saved, sentence
 from transplant.hosts.standalone.models import SLOT_OF, Models
 from transplant.hosts.standalone.settings import Settings
 from transplant.request import Request, infotext
@@ -104,7 +104,8 @@ def _draw_column(
     begun = time.perf_counter()
     notice = models.settle()
     if notice is not None and notice.level == "error":
-        columns[-1] = Column(file, notice.text, ())
+        failed = models.session().slots[SLOT_OF[comparison.slot].name].failed
+        columns[-1] = Column(file, sentence(str(failed.error)) if failed else notice.text, ())
         return
     columns[-1] = Column(
         file, f"loaded in {time.perf_counter() - begun:.1f} s, {_weights(models, comparison.slot)}", ()

@@ -26,7 +26,7 @@ def build(worker: Worker, option: Option, *, with_help: bool) -> Any:
         "info": _info(worker, option, with_help) or None,
         "elem_id": f"setting_{option.key}",
         "interactive": _is_enabled(worker, option),
-        "min_width": 160,
+        "min_width": 230,
     }
     match option.control:
         case "checkbox":

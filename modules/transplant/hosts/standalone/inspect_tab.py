@@ -25,7 +25,8 @@ HINT = "Choose a file: what it is stands in its header, and nothing is loaded."
 def draw(worker: Worker) -> list[Follower]:
     """Draw the tab."""
     with gr.Row():
-        file = gr.Dropdown(page.choices(list(worker.catalog.overrides), ""), label="File", elem_id="inspect_file")
+        names = page.choices(list(worker.catalog.overrides), "")
+        file = gr.Dropdown(names, value=None, label="File", elem_id="inspect_file")
         slot = gr.Radio(
             [(option(kind.option).label, kind.option) for kind in SLOTS], value=PRIMARY.option, label="Slot",
             elem_id="inspect_slot", visible=False,

@@ -334,4 +334,4 @@ def _together(notices: list[Notice]) -> Notice | None:
     if not notices:
         return None
     worst = max(notices, key=lambda notice: ("info", "warning", "error").index(notice.level))
-    return Notice(worst.level, " ".join(notice.text for notice in notices))
+    return Notice(worst.level, " ".join(dict.fromkeys(notice.text for notice in notices)))

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transplant")
 
+MODULES_DTYPE = "sdnq_modules_dtype_dict"
+
 
 class Worker:
     """The standalone Host (see hosts/base.py).
@@ -139,7 +141,12 @@ class Worker:
     def checked(self, values: Mapping[str, object]) -> dict[str, Any]:
         """The values as their options store them. Raises OptionError for the first that is refused."""
         dynamic = self.dynamic()
-        return {key: option(key).checked(_normal(key, value), dynamic) for key, value in values.items()}
+        checked = {key: option(key).checked(_normal(key, value), dynamic) for key, value in values.items()}
+        if MODULES_DTYPE in checked:
+            from transplant.hosts.base import modules_by_dtype
+
+            modules_by_dtype(MODULES_DTYPE, checked[MODULES_DTYPE])
+        return checked
 
     def set_options(self, owner: str, values: Mapping[str, object]) -> list[str]:
         """Check all values, then set them; what they load is queued, or waits for the next picture.
