@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from test_standalone import ME, Studio
@@ -188,3 +189,27 @@ def test_a_video_is_an_animated_picture_with_its_frames(studio: Studio) -> None:
         frames.append(video.tobytes())
     assert len(set(frames)) > 1
     assert "parameters" in video.info
+
+
+def test_fp8_storage_is_for_both_slots(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On and off by the option: the base model's own transformer and a file, each in its slot."""
+    monkeypatch.setenv("TRANSPLANT_FP8_ON_CPU", "1")
+
+    def narrow() -> list[int]:
+        pipeline = studio.worker.models.pipeline()
+        models = (pipeline.transformer, pipeline.transformer_2)
+        return [sum(p.dtype is torch.float8_e4m3fn for p in model.parameters()) for model in models]
+
+    studio.set(sd_unet_secondary="b", cuda_dtype="bf16")
+    before = pixels(draw(studio))
+    assert narrow() == [0, 0]
+    studio.set(fp8_storage=True)
+    own, file = narrow()
+    assert own == file > 0
+    assert held(studio) == ("two", "Default", "b")
+    assert pixels(draw(studio)) != before
+    studio.set(sd_unet="a")
+    assert narrow() == [own, file]
+    studio.set(sd_unet="Default", fp8_storage=False)
+    assert narrow() == [0, 0]
+    assert pixels(draw(studio)) == before
