@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Error, Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -85,7 +85,7 @@ def _open(page: Page, url: str) -> None:
         try:
             page.goto(url)
             break
-        except Exception:  # not up yet
+        except Error:  # not up yet
             time.sleep(0.5)
     _idle(page, "its own transformer")
 
