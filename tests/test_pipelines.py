@@ -32,14 +32,7 @@ from transplant.plan import plan
 from transplant.recipe import Made
 from transplant.slots import DEFAULT, PRIMARY, SECONDARY, SLOTS, Override, SlotKind
 
-NOT_COVERED = {
-    "FLUX.3": "diffusers has modular pipelines for it only, whose text block takes the processor of Qwen3-VL: its "
-    "picture and video parts need torchvision",
-    "LTX-2": "its call makes sound beside the picture: two autoencoders, a vocoder, text connectors and a Gemma 3",
-    "Qwen-Image 2.1": "it takes the processor of Qwen3-VL, whose picture and video parts need torchvision",
-    "Wan Animate": "draws from a picture, a video of poses and one of faces",
-    "Wan Animate 2": "diffusers has modular pipelines for it only, which draw from a picture and a video",
-}
+NOT_COVERED: dict[str, str] = {}
 DUAL = [name for name, tiny in PIPELINES.items() if len(tiny.slots) == 2]
 WIDTH_IN_SOURCE = {
     "FLUX.1": ("convert_flux_transformer_checkpoint_to_diffusers", {"inner_dim = 3072": "inner_dim = 16"}),
@@ -121,6 +114,8 @@ class Studio:
             setattr(pipe, component, network.eval())
         for name, value in self.tiny.attributes.items():
             setattr(pipe, name, value)
+        for block in self.tiny.left_out:
+            pipe._blocks.sub_blocks.pop(block, None)
         result = self.call(pipe)
         for component, network in held.items():
             setattr(pipe, component, network)
@@ -131,7 +126,7 @@ class Studio:
         pipe.set_progress_bar_config(disable=True)
         call = {**self.tiny.call, "generator": torch.Generator().manual_seed(0)}
         if isinstance(pipe, diffusers.ModularPipeline):
-            return pipe(**call, output="latents")
+            return pipe(**call, output=self.tiny.output)
         return pipe(**call, output_type="latent", return_dict=False)[0]
 
 
@@ -273,11 +268,13 @@ def test_anima_of_40_blocks_over_28(tmp_path: Path) -> None:
 
 
 def test_index_of_a_modular_pipeline(tmp_path: Path) -> None:
-    """Components with and without a class of their own in it; what is no component, is none."""
+    """Components with and without a class of their own in it; what is nowhere or is no component, is none."""
     hint = {"type_hint": ["diffusers", "AutoencoderKLQwenImage"], "subfolder": "vae"}
+    nowhere = {"type_hint": ["transformers", "Qwen3Model"], "subfolder": "", "pretrained_model_name_or_path": None}
     entries = {
         "_class_name": "AnimaModularPipeline", "transformer": ["diffusers", "CosmosTransformer3DModel", {}],
         "vae": [None, None, hint], "guider": [None, None, {}], "sizes": [1, 2], "x": [None, None], "y": [[], [], {}],
+        "text_encoder": [None, None, nowhere],
     }  # fmt: skip
     (tmp_path / "modular_model_index.json").write_text(json.dumps(entries))
     base = read_base(tmp_path)

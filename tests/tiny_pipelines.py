@@ -13,7 +13,11 @@ import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers.models.transformers import transformer_wan_animate_2
 from diffusers.pipelines.cosmos import pipeline_cosmos2_text2image
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from PIL import Image
+from torch.nn.attention.flex_attention import create_block_mask
 
 from tiny_configs import TINY, UNET_SD1, UNET_SDXL
 from tiny_models import make_demo
@@ -39,6 +43,8 @@ class TinyPipeline:
         prefix: what the names in its files begin with.
         slots: the components that a file may replace.
         attributes: what its calls read off the pipeline and no config sets.
+        output: what a modular pipeline is asked for.
+        left_out: the blocks of a modular pipeline that do not run.
     """
 
     architecture: str
@@ -47,6 +53,8 @@ class TinyPipeline:
     prefix: str = ""
     slots: tuple[str, ...] = ("transformer",)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    output: str = "latents"
+    left_out: tuple[str, ...] = ()
 
 
 # Parts
@@ -63,11 +71,30 @@ def network(cls: str, seed: int = 0, **changes: Any) -> Any:
     return filled(getattr(diffusers, cls)(**{**TINY.get(cls, {}), **changes}), seed)
 
 
+def network_of(cls: Any, **config: Any) -> Any:
+    """A model whose class diffusers does not name at its top."""
+    return filled(cls(**config))
+
+
 def tokenizer(length: int = 4096) -> Any:
     made = make_demo.make_tokenizer()
     made.model_max_length = made.init_kwargs["model_max_length"] = length
     made.chat_template = CHAT_TEMPLATE
     return made
+
+
+class TextReader:
+    """In place of the processor of Qwen3-VL, whose picture part needs torchvision: what it does with text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, **more: Any) -> Any:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=tokenize, **more)
+        return [text] if tokenize else text
+
+    def __call__(self, **more: Any) -> Any:
+        return self.tokenizer(**more)
 
 
 def clip(width: int, projection: int = 0) -> Any:
@@ -296,6 +323,51 @@ def ltx() -> Any:
     )  # fmt: skip
 
 
+def ltx2() -> Any:
+    """Pictures and sound from the hidden states of three layers."""
+    video = network(
+        "AutoencoderKLLTX2Video", latent_channels=4, block_out_channels=(8, 8), decoder_block_out_channels=(8, 8),
+        down_block_types=("LTX2VideoDownBlock3D",) * 2, layers_per_block=(1,) * 3, decoder_layers_per_block=(1,) * 3,
+        spatio_temporal_scaling=(True, False), decoder_spatio_temporal_scaling=(True, False), patch_size=1,
+        decoder_inject_noise=(False,) * 3, downsample_type=("spatiotemporal",) * 2, upsample_residual=(False,) * 2,
+        upsample_type=("spatiotemporal",) * 2, upsample_factor=(1, 1),
+    )  # fmt: skip
+    audio = network("AutoencoderKLLTX2Audio", base_channels=16, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=1)
+    connectors = network_of(
+        LTX2TextConnectors, caption_channels=12, text_proj_in_factor=3, rope_double_precision=False,
+        video_connector_num_attention_heads=2, video_connector_attention_head_dim=6, video_connector_num_layers=1,
+        audio_connector_num_attention_heads=2, audio_connector_attention_head_dim=6, audio_connector_num_layers=1,
+        video_connector_num_learnable_registers=8, audio_connector_num_learnable_registers=8,
+    )  # fmt: skip
+    vocoder = network_of(
+        LTX2Vocoder, in_channels=128, hidden_channels=8, upsample_kernel_sizes=[4], upsample_factors=[2],
+        resnet_kernel_sizes=[3], resnet_dilations=[[1]],
+    )  # fmt: skip
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**text(12), "num_hidden_layers": 2, "sliding_window": 8},
+        vision_config={**vision, "image_size": 8, "patch_size": 4}, mm_tokens_per_image=4,
+    )  # fmt: skip
+    return diffusers.LTX2Pipeline(
+        scheduler=flow(use_dynamic_shifting=True), vae=video, audio_vae=audio, tokenizer=tokenizer(),
+        text_encoder=filled(transformers.Gemma3ForConditionalGeneration(config)), connectors=connectors,
+        transformer=network("LTX2VideoTransformer3DModel", audio_in_channels=16, audio_out_channels=16),
+        vocoder=vocoder,
+    )  # fmt: skip
+
+
+def wan_animate() -> Any:
+    config = transformers.CLIPVisionConfig(
+        hidden_size=4, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return diffusers.WanAnimatePipeline(
+        tokenizer=tokenizer(), text_encoder=t5(12, "UMT5EncoderModel"), vae=vae_wan(4), scheduler=flow(shift=3.0),
+        image_processor=transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=8),
+        image_encoder=filled(transformers.CLIPVisionModel(config)),
+        transformer=network("WanAnimateTransformer3DModel"),
+    )  # fmt: skip
+
+
 def mochi() -> Any:
     autoencoder = network(
         "AutoencoderKLMochi", encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4,
@@ -333,6 +405,49 @@ def anima(**config: Any) -> Any:
     return pipe
 
 
+def flux3() -> Any:
+    pipe = diffusers.Flux3AutoBlocks().init_pipeline()
+    pipe.update_components(
+        text_encoder=qwen_vl("Qwen3VLForConditionalGeneration", 6), tokenizer=tokenizer(), vae=vae_flux2(1),
+        transformer=network("Flux3Transformer2DModel"), scheduler=flow(),
+    )  # fmt: skip
+    return pipe
+
+
+def qwen_image_21() -> Any:
+    channels = 4
+    autoencoder = network(
+        "AutoencoderKLQwenImage21", base_dim=4, decoder_base_dim=4, z_dim=channels, dim_mult=[1, 1], num_res_blocks=1,
+        temperal_downsample=[False], latents_mean=[0.1] * channels, latents_std=[1.5] * channels,
+    )  # fmt: skip
+    pipe = diffusers.QwenImage21AutoBlocks().init_pipeline()
+    pipe.update_components(
+        text_encoder=qwen_vl("Qwen3VLForConditionalGeneration", 12), processor=tokenizer(), vae=autoencoder,
+        transformer=network("QwenImage21Transformer2DModel"), scheduler=flow(use_dynamic_shifting=True),
+    )  # fmt: skip
+    return pipe
+
+
+def wan_animate_2() -> Any:
+    """With a mask that is made without compiling."""
+    transformer_wan_animate_2.create_block_mask = uncompiled_block_mask
+    config = transformers.CLIPVisionConfig(
+        hidden_size=1280,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=224,
+        patch_size=112,
+    )
+    pipe = diffusers.WanAnimate2Blocks().init_pipeline()
+    pipe.update_components(
+        text_encoder=t5(12, "UMT5EncoderModel"), tokenizer=tokenizer(), vae=vae_wan(4), scheduler=flow(shift=3.0),
+        image_encoder=filled(transformers.CLIPVisionModel(config)),
+        transformer=network("WanAnimate2Transformer3DModel", in_dim=12),
+    )  # fmt: skip
+    return pipe
+
+
 def ernie_image() -> Any:
     vision = {
         "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
@@ -343,6 +458,11 @@ def ernie_image() -> Any:
         transformer=network("ErnieImageTransformer2DModel"), vae=vae_flux2(2), tokenizer=tokenizer(), scheduler=flow(),
         text_encoder=filled(transformers.Mistral3Model(config)),
     )  # fmt: skip
+
+
+def uncompiled_block_mask(*args: Any, **more: Any) -> Any:
+    """The same mask without a C++ compiler, and without the minute that compiling takes."""
+    return create_block_mask(*args, **{**more, "_compile": False})
 
 
 class Unchecked(torch.nn.Module):
@@ -367,11 +487,20 @@ _PICTURE = {"prompt": "a red circle", "num_inference_steps": 1, "height": 16, "w
 _LARGER = {"height": 32, "width": 32}
 _SHORT = {**_PICTURE, "max_sequence_length": 24}
 _VIDEO = {**_SHORT, **_LARGER, "num_frames": 5, "guidance_scale": 3.0}
+_EMBEDS = {"prompt_embeds": make_demo.random_tensor("prompt", (1, 24, 12), 0)}
+"""In place of prompts that go through ftfy, which need not be installed."""
 _WAN_VACE = {
-    **{key: value for key, value in _VIDEO.items() if key != "prompt"}, "guidance_scale": 1.0,
-    "prompt_embeds": make_demo.random_tensor("prompt", (1, 24, 12), 0),
+    **{key: value for key, value in _VIDEO.items() if key != "prompt"}, "guidance_scale": 1.0, **_EMBEDS,
 }  # fmt: skip
-"""Its prompts go through ftfy, which need not be installed."""
+_PHOTO = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+_WAN_ANIMATE = {
+    **_EMBEDS, **_LARGER, "image": _PHOTO, "pose_video": [_PHOTO] * 5, "face_video": [_PHOTO] * 5,
+    "segment_frame_length": 5, "num_inference_steps": 1,
+}  # fmt: skip
+_WAN_ANIMATE_2 = {
+    **_SHORT, **_LARGER, "image": _PHOTO, "driving_video": [_PHOTO] * 5, "segment_frame_length": 5,
+    "output_type": "pt",
+}  # fmt: skip
 
 PIPELINES: dict[str, TinyPipeline] = {
     "Wan 2.2": TinyPipeline("Wan", wan, {**_VIDEO, "num_inference_steps": 3}, slots=("transformer", "transformer_2")),
@@ -383,6 +512,13 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "FLUX.1": TinyPipeline("FLUX.1", flux, _SHORT),
     "FLUX.2 Klein": TinyPipeline("FLUX.2", flux2_klein, {**_SHORT, "text_encoder_out_layers": (1, 2, 3)}),
+    "FLUX.3": TinyPipeline(
+        "FLUX.3", flux3, {**_PICTURE, **_LARGER, "text_encoder_out_layers": (1, 2)},
+        attributes={"tokenizer": TextReader(tokenizer())}, left_out=("prompt_upsampler",),
+    ),
+    "Qwen-Image 2.1": TinyPipeline(
+        "Qwen-Image 2.1", qwen_image_21, {**_PICTURE, **_LARGER}, attributes={"processor": TextReader(tokenizer())}
+    ),
     "Qwen-Image": TinyPipeline(
         "Qwen-Image", qwen_image, {**_SHORT, "negative_prompt": "blue"}, "model.diffusion_model."
     ),
@@ -402,7 +538,10 @@ PIPELINES: dict[str, TinyPipeline] = {
     "AuraFlow": TinyPipeline("AuraFlow", auraflow, _SHORT),
     "Z-Image": TinyPipeline("Z-Image", z_image, {**_SHORT, "height": 64, "width": 64, "max_sequence_length": 64}),
     "Wan VACE": TinyPipeline("Wan VACE", wan_vace, _WAN_VACE),
+    "Wan Animate": TinyPipeline("Wan Animate", wan_animate, _WAN_ANIMATE),
+    "Wan Animate 2": TinyPipeline("Wan Animate 2", wan_animate_2, _WAN_ANIMATE_2, output="videos"),
     "LTX-Video": TinyPipeline("LTX-Video", ltx, _VIDEO),
+    "LTX-2": TinyPipeline("LTX-2", ltx2, {**_VIDEO, "spatio_temporal_guidance_blocks": [1]}),
     "Anima": TinyPipeline("Anima", anima, _SHORT, "net."),
     "ERNIE-Image": TinyPipeline("ERNIE-Image", ernie_image, {**_PICTURE, "use_pe": False}),
     "Cosmos Predict 2": TinyPipeline(

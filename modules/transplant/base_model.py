@@ -82,12 +82,14 @@ def read_base(path: Path | str) -> BaseModel:
 def _component(value: object) -> Component | None:
     """What an entry of an index says of a component; None where it is of something else, or of none.
 
-    `[library, class]`; in a modular pipeline's index `[library, class, {...}]`, with two nulls and the classes as
-    "type_hint" in the third where the pipeline was saved without the component.
+    `[library, class]`; in a modular pipeline's index `[library, class, {...}]`. With two nulls the component was not
+    loaded when the index was written: its class is the "type_hint" in the third, if that also says where it lies.
     """
     entry = cast("list[Any]", value) if isinstance(value, list) else []
     if len(entry) == 3 and isinstance(entry[2], dict):
-        entry = entry[:2] if entry[0] else entry[2].get("type_hint")
+        spec = cast("dict[str, Any]", entry[2])
+        lies = spec.get("subfolder") or spec.get("pretrained_model_name_or_path")
+        entry = entry[:2] if entry[0] else (spec.get("type_hint") if lies else None)
     if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
         return Component(*entry)
     return None
