@@ -30,6 +30,7 @@ DOCS = (
     "docs/benchmarks.md",
     "docs/fp8_storage.md",
     "docs/formats.md",
+    "docs/sdnext.md",
     "benchmarks/README.md",
 )
 

@@ -96,7 +96,7 @@ class Option:
 
 
 MODELS, LOADING, QUANTIZATION = "Models", "Loading", "Quantization"
-PICTURES, INTERFACE = "Pictures", "User interface"
+PICTURES, INTERFACE, TAKEOVERS = "Pictures", "User interface", "In SD.Next"
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -202,6 +202,27 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )  # fmt: skip
 """In the order of the settings page. Options that a host has already are not registered again there."""
+
+
+HOST_OPTIONS: tuple[Option, ...] = (
+    Option(
+        "transplant_loader", True, "Load UNET files with Transplant", "checkbox", TAKEOVERS,
+        help="Off: the host's own loader reads .safetensors files.", effect="transformer",
+    ),
+    Option(
+        "transplant_gguf", True, "Load GGUF files with Transplant", "checkbox", TAKEOVERS,
+        help="Off: the host's own loader reads .gguf files.", effect="transformer",
+    ),
+    Option(
+        "transplant_swap", True, "Swap the transformer in place", "checkbox", TAKEOVERS,
+        help="Another UNET model replaces the transformer alone. Off: the host loads the whole model again.",
+        effect="transformer",
+    ),
+)  # fmt: skip
+"""What only a host has: which of its loads are taken over. All off leaves the host as it is."""
+
+IN_HOST = ("transplant_mmap", "fp8_storage")
+"""Keys of the options that a host lacks and that are registered there, too."""
 
 
 def option(key: str) -> Option:

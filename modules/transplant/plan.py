@@ -27,7 +27,14 @@ from transplant.fp8_storage import FP8, is_unknown, support_on, unknown_text
 from transplant.load_plan import ComponentPlan, LoadPlan
 from transplant.recipe import CONVERTER_ERRORS, Made, as_named, trace
 from transplant.sdnq_bridge import Compute
-from transplant.skeleton import make_default_spec, resolve_class, resolve_converter, shapes_only
+from transplant.skeleton import (
+    DIFFUSERS,
+    foreign_class,
+    make_default_spec,
+    resolve_class,
+    resolve_converter,
+    shapes_only,
+)
 from transplant.targets import Draft, plan_component
 
 if TYPE_CHECKING:
@@ -44,6 +51,7 @@ def plan(
     use_mmap: bool | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     compute: Compute | None = None,
+    spec: TransformerSpec | None = None,
 ) -> LoadPlan:
     """Judge a file against a base model, from its header alone.
 
@@ -56,6 +64,7 @@ def plan(
         use_mmap: map the file (default everywhere but on Windows) or read it.
         config_kwargs: entries that replace those of the base's config.
         compute: how quantized layers compute; by default they are dequantized.
+        spec: the base model's architecture, by default the known one; a host's may have other siblings.
 
     Returns:
         The plan, which `build` can carry out.
@@ -67,7 +76,7 @@ def plan(
     base = base if isinstance(base, BaseModel) else read_base(base)
     header = read_header(file)
     keys = normalise(header.path, header.tensors)
-    spec = spec_for(base, component)
+    spec = spec or spec_for(base, component)
     detection = _detected(header, keys, spec)
     quantization = read_quantization(header, keys)
     draft = Draft(
@@ -81,8 +90,10 @@ def plan(
     own, siblings = split_siblings(tensors, [sibling.inline_prefix for sibling in spec.siblings])
     branch, draft = find_branch(draft, spec, own)
     junk = {name for name in own if spec.drops(name) or (branch and name in branch.left_out)}
-    cls = class_for(spec, branch, base.component(component).cls)
-    network = shapes_only(resolve_class(cls), {**base_config, **changes})
+    held = base.component(component)
+    cls = class_for(spec, branch, held.cls)
+    library = held.library if cls == held.cls else DIFFUSERS
+    network = shapes_only(resolve_class(cls, library), {**base_config, **changes})
     names = [name for name in own if name not in junk]
     transformer, layout = _plan_transformer(draft, spec, detection, component, network, names)
     return LoadPlan(
@@ -102,9 +113,11 @@ def spec_for(base: BaseModel, component: str | None = None) -> TransformerSpec:
         BaseModelError: the pipeline has no such component, or none that is a transformer or UNet.
     """
     name = component or next((c for c in ("transformer", "unet") if c in base.components), "transformer")
-    cls = base.component(name).cls
-    spec = next((spec for spec in SPECS if spec.serves(cls, base.pipeline)), None)
-    return spec or make_default_spec(cls, name)
+    held = base.component(name)
+    known = None
+    if foreign_class(held.cls, held.library) is None:
+        known = next((spec for spec in SPECS if spec.serves(held.cls, base.pipeline)), None)
+    return known or make_default_spec(held.cls, name, held.library)
 
 
 def dominant_dtype(header: Header, keys: NamedKeys) -> torch.dtype:
@@ -132,8 +145,8 @@ def _detected(header: Header, keys: NamedKeys, spec: TransformerSpec) -> Detecti
 
 def _check_architecture(header: Header, keys: NamedKeys, detection: Detection, spec: TransformerSpec) -> None:
     telling = any(layout.keys != Keys() for layout in spec.layouts)
-    if detection.spec is spec or not telling:  # names that tell nothing are judged against the network's own, later
-        return
+    if detection.architecture == spec.name or not telling:
+        return  # names that tell nothing are judged against the network's own, later
     if detection.spec is not None:
         raise WrongArchitecture(header.path, spec.name, detection.spec.name, detection.why)
     near = detection.nearest
@@ -157,7 +170,7 @@ def _plan_transformer(
     network: ModelMixin,
     names: Sequence[str],
 ) -> tuple[ComponentPlan, str]:
-    fits = detection.spec is spec and detection.layout
+    fits = detection.architecture == spec.name and detection.layout
     layout = fits or _layout_by_names(draft, spec, detection, names, network)
     made = _make(draft, names, layout.converter, dict(network.config))
     return plan_component(draft, spec, component, network, made, names), layout.name
@@ -197,7 +210,8 @@ def _plan_siblings(
             continue
         config = base.config(sibling.subfolder)
         made = _make(draft, names, sibling.converter, config, sibling.inline_prefix)
-        network = shapes_only(resolve_class(sibling.cls), config)
+        held = base.components.get(sibling.component)
+        network = shapes_only(resolve_class(sibling.cls, held.library if held else DIFFUSERS), config)
         parts.append(plan_component(draft, spec, sibling.component, network, made, names, sibling=True))
     return tuple(parts)
 

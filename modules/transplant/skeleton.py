@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
 
 
+DIFFUSERS = "diffusers"
+
 _OWN_CLASSES = {"Krea2ResidualTransformer2DModel": "transplant.krea2_residual"}
 """Classes that add to diffusers' what some files need, and their modules."""
 
@@ -23,16 +26,33 @@ OWN_MODULES = frozenset(_OWN_CLASSES.values())
 """What a pipeline's index calls the library of a component of such a class."""
 
 
-def resolve_class(name: str) -> type[ModelMixin]:
-    """The model class called `name`, diffusers' or one of ours. Raises BaseModelError where there is none."""
+def resolve_class(name: str, library: str = DIFFUSERS) -> type[ModelMixin]:
+    """The model class called `name`.
+
+    Args:
+        name: the class.
+        library: where a pipeline's index, or a host, says that it is from. A module of a host counts where it is
+            imported already; else the class is diffusers', or one of ours.
+
+    Raises:
+        BaseModelError: there is no such class.
+    """
     import diffusers
     from diffusers.models.modeling_utils import ModelMixin
 
     own = _OWN_CLASSES.get(name)
     cls = getattr(importlib.import_module(own) if own else diffusers, name, None)
+    cls = foreign_class(name, library) or cls
     if not (inspect.isclass(cls) and issubclass(cls, ModelMixin)):
         raise BaseModelError(f"diffusers {diffusers.__version__} has no model class {name}: a newer diffusers may")
     return cls
+
+
+def foreign_class(name: str, library: str) -> Any:
+    """A class that neither diffusers nor this package defines, from a module that is imported already; else None."""
+    if library.partition(".")[0] == DIFFUSERS or library in OWN_MODULES:
+        return None
+    return getattr(sys.modules.get(library), name, None)
 
 
 def resolve_converter(converter: NamedConverter) -> Converter:
@@ -91,16 +111,16 @@ def fp32_modules(network: Any) -> frozenset[str]:
     return frozenset([modules] if isinstance(modules, str) else modules or ())
 
 
-def make_default_spec(cls: str, component: str = "transformer") -> TransformerSpec:
+def make_default_spec(cls: str, component: str = "transformer", library: str = DIFFUSERS) -> TransformerSpec:
     """A spec for a diffusers class that has no file of its own.
 
     The converter is the one of diffusers' single-file table. The layouts carry no telling keys: which
     one a file has is decided by comparing its names with the model's.
 
     Raises:
-        BaseModelError: this diffusers has no such class.
+        BaseModelError: there is no such class.
     """
-    resolve_class(cls)
+    resolve_class(cls, library)
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     table = cast("Mapping[str, Mapping[str, Any]]", SINGLE_FILE_LOADABLE_CLASSES)

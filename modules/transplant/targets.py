@@ -149,7 +149,7 @@ def plan_component(
     _check_shapes(draft, spec, made, needed)
     buffers = {name for name, _ in network.named_buffers()}
     absent = [name for name in needed if name not in made]
-    zeros = [name for name in absent if name in spec.zero_init_missing]
+    zeros = [name for name in absent if spec.is_zero_where_missing(name)]
     left_alone = [name for name in absent if name in buffers and name.startswith(spec.acceptable_missing)]
     missing = [name for name in absent if name not in zeros and name not in left_alone]
     if missing:

@@ -92,7 +92,7 @@ class Detection:
 
     def seen_as(self, spec: TransformerSpec) -> Detection:
         """This detection with `spec` as the winner, where the file may be that: the base model then decides."""
-        fit = next((fit for fit in self.fits if fit.spec is spec), None)
+        fit = next((fit for fit in self.fits if fit.spec.name == spec.name), None)
         return replace(self, spec=spec, layout=fit.layout, why=str(fit.verdict)) if fit else self
 
     @property

@@ -202,7 +202,8 @@ class TransformerSpec:
             entries only.
         siblings: models that its files may carry beside it.
         acceptable_missing: beginnings of names of buffers that files leave out.
-        zero_init_missing: names that are filled with zeros where a file leaves them out.
+        zero_init_missing: names that are filled with zeros where a file leaves them out; one that ends in a dot
+            means any name under it.
         junk: own names that have no home in the model and are dropped; `*` stands for any run of characters.
         fp8_skip_patterns: modules whose weights stay out of FP8 storage beside those that the class declares:
             embedders and the last layer, which are small and which every token depends on.
@@ -234,6 +235,12 @@ class TransformerSpec:
         """Whether this is the spec for a component of class `cls` in a pipeline of class `pipeline`."""
         of_branch = (self.branch.cls,) if self.branch else ()
         return cls in (self.cls, *self.other_classes, *of_branch) and pipeline.startswith(self.model_types)
+
+    def is_zero_where_missing(self, name: str) -> bool:
+        """Whether a tensor is zero where a file leaves it out."""
+        return any(
+            name == entry or (entry.endswith(".") and name.startswith(entry)) for entry in self.zero_init_missing
+        )
 
     def drops(self, name: str) -> bool:
         """Whether a name is known junk."""

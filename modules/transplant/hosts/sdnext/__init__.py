@@ -1,0 +1,23 @@
+"""SD.Next: the only package that imports the host.
+
+`register()` is called by scripts/transplant.py, before the host loads a model. What is replaced in the host is listed
+in patches.py, what is told of it in docs/sdnext.md.
+"""
+
+from __future__ import annotations
+
+from transplant.hosts.sdnext import app, notices, options, patches, pictures
+
+
+def register() -> None:
+    """Register with the host that runs this process: options, loads, pictures; may be called again."""
+    notices.follow_host_log()
+    options.register()
+    patches.apply()
+    callbacks = app.module("modules.script_callbacks")
+    for add, function in (
+        (callbacks.on_before_process, pictures.before_process),
+        (callbacks.on_after_process, pictures.after_process),
+    ):
+        callbacks.remove_callbacks_for_function(function)
+        add(function)

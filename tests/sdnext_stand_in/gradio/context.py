@@ -1,0 +1,3 @@
+import threading
+
+thread_data = threading.local()

@@ -1,0 +1,5 @@
+dispatched = []
+
+
+def set_attention_dispatcher(pipeline):
+    dispatched.append(pipeline)

@@ -1,0 +1,5 @@
+class ModelData:
+    sd_model = None
+
+
+model_data = ModelData()

@@ -1,0 +1,3 @@
+import os
+
+data_path = os.getcwd()
