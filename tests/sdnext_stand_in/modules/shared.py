@@ -24,7 +24,7 @@ _SD, _OFFLOAD, _QUANT = ("sd", "Model Loading"), ("offload", "Model Offloading")
 opts = Options({
     "sd_model_checkpoint": OptionInfo("", "Base model", gr.Dropdown, section=_SD),
     "sd_unet": OptionInfo("Default", "UNET model", gr.Dropdown, _files, section=_SD, refresh=_refresh),
-    "sd_unet_secondary": OptionInfo("Default", "UNET model secondary", gr.Dropdown, _files, section=_SD, refresh=_refresh),
+    "sd_unet_secondary": OptionInfo("Default", "UNET secondary", gr.Dropdown, _files, section=_SD, refresh=_refresh),
     "hfcache_dir": OptionInfo("models/huggingface", section=_SD),
     "diffusers_dir": OptionInfo("models/Diffusers", section=_SD),
     "offline_mode": OptionInfo(True, section=_SD),
