@@ -15,8 +15,8 @@ from transplant.architectures import SPECS
 from transplant.architectures.detect import Detection, identify, refuse_other_kinds
 from transplant.architectures.gguf_names import contradiction
 from transplant.architectures.spec import DIFFUSERS_LAYOUT, Converter, Keys, Layout, TransformerSpec
-from transplant.base_model import BaseModel, read_base
-from transplant.branch import class_for, find_branch
+from transplant.base_model import BaseModel, Component, read_base
+from transplant.branch import Branch, class_for, find_branch
 from transplant.checkpoint.gguf import BLOCK_TYPES
 from transplant.checkpoint.header import GGUF, Header, read_header
 from transplant.checkpoint.naming import NamedKeys, normalise, split_siblings
@@ -90,10 +90,7 @@ def plan(
     own, siblings = split_siblings(tensors, [sibling.inline_prefix for sibling in spec.siblings])
     branch, draft = find_branch(draft, spec, own)
     junk = {name for name in own if spec.drops(name) or (branch and name in branch.left_out)}
-    held = base.component(component)
-    cls = class_for(spec, branch, held.cls)
-    library = held.library if cls == held.cls else DIFFUSERS
-    network = shapes_only(resolve_class(cls, library), {**base_config, **changes})
+    network = _network(spec, branch, base.component(component), {**base_config, **changes})
     names = [name for name in own if name not in junk]
     transformer, layout = _plan_transformer(draft, spec, detection, component, network, names)
     return LoadPlan(
@@ -118,6 +115,12 @@ def spec_for(base: BaseModel, component: str | None = None) -> TransformerSpec:
     if foreign_class(held.cls, held.library) is None:
         known = next((spec for spec in SPECS if spec.serves(held.cls, base.pipeline)), None)
     return known or make_default_spec(held.cls, name, held.library)
+
+
+def _network(spec: TransformerSpec, branch: Branch | None, held: Component, config: Mapping[str, Any]) -> ModelMixin:
+    """The network that a file fills, without weights, in the place of what the base model holds."""
+    cls = class_for(spec, branch, held.cls)
+    return shapes_only(resolve_class(cls, held.library if cls == held.cls else DIFFUSERS), config)
 
 
 def dominant_dtype(header: Header, keys: NamedKeys) -> torch.dtype:
