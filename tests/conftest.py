@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+from hypothesis import HealthCheck, settings
+
 # Where the files of tests run side by side, each process, and the servers that it starts, compute on its share of the
 # cores. Set before torch is imported.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -18,3 +20,7 @@ os.environ.setdefault("SDNQ_USE_TORCH_COMPILE", "0")
 # A shell starts background jobs with SIGINT ignored, and programs started from there would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long random data take to be made says nothing on a machine that does something else beside.
+settings.register_profile("transplant", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("transplant")

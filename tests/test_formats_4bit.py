@@ -146,11 +146,6 @@ def test_w4a4_of_any_nibble(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_exact(random_w4a4(shape, 16), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_w4a4_of_a_real_width(dtype: torch.dtype) -> None:
-    assert_exact(random_w4a4((3840, 3840), 256), dtype)
-
-
 @pytest.mark.parametrize(("shape", "convrot"), [((1, 64), 64), ((1, 256), 256), ((7, 64), 64), ((96, 64), 4)], ids=str)
 def test_w4a4_sums_in_another_order(shape: tuple[int, int], convrot: int) -> None:
     assert_but_for_the_last_bit(w4a4(weight(shape), convrot))
@@ -210,11 +205,6 @@ def test_w4a8(shape: tuple[int, int], options: Mapping[str, Any]) -> None:
 )
 def test_w4a8_of_any_code(shape: tuple[int, int], group: int, bits: int, dtype: torch.dtype) -> None:
     assert_exact(random_w4a8(shape, bits, 16, group), dtype)
-
-
-@pytest.mark.parametrize(("bits", "group"), [(4, 16), (6, 16), (4, 128)])
-def test_w4a8_of_a_real_width(bits: int, group: int) -> None:
-    assert_exact(random_w4a8((3840, 3840), bits, 256, group), torch.bfloat16)
 
 
 @pytest.mark.parametrize("options", [{}, {"bits": 6}, {"group": 64}], ids=str)
@@ -305,10 +295,6 @@ def test_w4a8_with_six_bits_has_no_codebook() -> None:
 )  # fmt: skip
 def test_awq_in_fp32(shape: tuple[int, int], group: int, stored: torch.dtype) -> None:
     assert_exact(awq(weight(shape), group, stored), torch.float32)
-
-
-def test_awq_of_a_real_width() -> None:
-    assert_exact(awq(weight((3840, 3840)), 64), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

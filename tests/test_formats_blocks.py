@@ -175,21 +175,6 @@ def test_nvfp4_in_bf16_is_rounded_once(shape: tuple[int, int]) -> None:
     assert (got - value).norm() <= (written.value(torch.bfloat16).double() - value).norm()
 
 
-@WRITERS
-def test_real_width(make: Any) -> None:
-    written = make(weight((3840, 3840)))
-    assert_exact(written, torch.float32)
-    if make is mxfp8:
-        assert_exact(written, torch.bfloat16)
-
-
-@WRITERS
-def test_the_largest_real_width(make: Any) -> None:
-    shape = (10240, 3840)
-    written = noise_like(make(torch.zeros(16, 16) + 1), shape)
-    assert torch.equal(decoded(written.codes(), shape, torch.float32), written.value(torch.float32))
-
-
 @pytest.mark.parametrize("shape", [(5, 33), (33, 1), (4, 7)], ids=str)
 def test_mxfp8_of_odd_columns(shape: tuple[int, int]) -> None:
     assert_exact(mxfp8(weight(shape)), torch.float32)

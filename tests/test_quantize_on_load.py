@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
 from sdnq import SDNQConfig
+from sdnq.common import accepted_weight_dtypes
+from sdnq.quantizer import sdnq_quantize_layer_weight
 
 from kitchen import int8
 from test_plan import base_folder
 from test_quantized_files import quantize, run
 from tiny_models import random_z_image, save, tiny_z_image_config, to_comfyui
+from transplant import sdnq_rows
 from transplant.build import build
 from transplant.errors import OptionError
 from transplant.plan import plan
-from transplant.sdnq_bridge import Compute, QuantizeOnLoad
+from transplant.sdnq_bridge import Compute, InFlight, QuantizeOnLoad
+from transplant.skeleton import shapes_only
 
 CONFIG = tiny_z_image_config(dim=192, n_layers=2)
 WANTED = {
@@ -88,3 +93,66 @@ def test_unknown_dtype(base: Path, tmp_path: Path) -> None:
     file = save(tmp_path / "x.safetensors", to_comfyui(network().state_dict()))
     with pytest.raises(OptionError, match="int99"):
         plan(file, base, compute=Compute(quantize=QuantizeOnLoad("int99")))
+
+
+FEW = ("int8", "uint8", "uint4", "int3", "float8_e4m3fn")
+EVERY_WIDTH = sorted(
+    {f"{sign}int{bits}" for bits in range(1, 17) for sign in ("", "u")} & accepted_weight_dtypes
+    | {"float16", "float8_e4m3fn", "float8_e5m2", "float6_e3m2fn", "float5_e2m2fn", "float4_e2m1fn", "float3_e1m1fn"}
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as SDNQ chooses": {},
+    "a row": {"group_size": -1},
+    "one scale": {"group_size": -2},
+    "groups of 16": {"group_size": 16},
+    "scales in bf16": {"dequantize_fp32": False},
+    "quantized matmul": {"use_quantized_matmul": True},
+    "quantized matmul in fp8, scales in bf16": {
+        "use_quantized_matmul": True, "quantized_matmul_dtype": "float8_e4m3fn", "dequantize_fp32": False,
+    },
+    "groups for a quantized matmul": {"use_quantized_matmul": True, "group_size": 48},
+    "rotated": {"use_hadamard": True},
+    "scales of scales": {"scale_dtype": "float8_e4m3fn", "group_size": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("shape", [(80, 96), (33, 320)], ids=str)
+def test_some_rows_at_a_time_are_the_whole(
+    shape: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of every width: the bytes, shapes and strides of SDNQ's own call for the whole weight."""
+    monkeypatch.setattr(sdnq_rows, "AT_ONCE", 32 * shape[1])
+    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 0.05).bfloat16()
+    cut = 0
+    for dtype in FEW if options else EVERY_WIDTH:
+        arguments = {"layer_class_name": "Linear", "weights_dtype": dtype, "torch_dtype": torch.bfloat16, **options}
+        expected_dequantizer, expected = sdnq_quantize_layer_weight(weight.float(), **arguments)
+        dequantizer, tensors = sdnq_rows.quantize_weight(weight, arguments)
+        cut += sdnq_rows.values_at_once(shape, weight.device, arguments) < weight.numel()
+        assert vars(dequantizer) == vars(expected_dequantizer), dtype
+        assert tensors.keys() == expected.keys()
+        for key, tensor in expected.items():
+            if tensor is None:
+                assert tensors[key] is None, (dtype, key)
+                continue
+            found = tensors[key]
+            assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype), dtype
+            assert torch.equal(as_bytes(found), as_bytes(tensor)), (dtype, key)
+    assert bool(cut) == (set(options) - {"use_hadamard", "scale_dtype"} == set(options) and -2 not in options.values())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_the_plan_knows_that_only_some_rows_are_in_fp32(base: Path, tmp_path: Path) -> None:
+    """Of a weight of 59 MB in fp32, twelve megabytes; of one whose rows are rotated together, all."""
+    network = shapes_only(ZImageTransformer2DModel, {"dim": 3840, "n_heads": 30, "n_kv_heads": 30, "n_layers": 1})
+    module = network.layers[0].attention.to_out[0]
+    told = {}
+    for wanted in (QuantizeOnLoad("int8"), QuantizeOnLoad("int8", use_hadamard=True)):
+        in_flight = InFlight(network, wanted, torch.bfloat16, Compute())
+        told[wanted.use_hadamard] = in_flight.planned("layers.0.attention.to_out.0.weight", module, torch.device("cpu"))
+    assert told[False][2] == 12 * (sdnq_rows.AT_ONCE // 3840 // 32 * 32) * 3840
+    assert told[True][2] == 12 * 3840 * 3840

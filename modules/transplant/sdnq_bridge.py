@@ -15,6 +15,7 @@ import torch
 from transplant.adapters import let_adapters_compute_in
 from transplant.errors import OptionError
 from transplant.formats.base import Codes, Form, FormatError, Portable
+from transplant.sdnq_rows import is_transposed, quantize_weight, values_at_once
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -120,7 +121,7 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
     tensors["weight"] = codes.weight.flatten() if codes.form.nibbles else codes.weight
     tensors["scale"] = _scale(codes, dtype, compute)
     tensors["scale_2"], tensors["zero_point"] = codes.scale_2, codes.zero_point
-    if _is_transposed(dequantizer):
+    if is_transposed(dequantizer):
         tensors["weight"] = prepare_weight_for_matmul(codes.weight.t(), matmul_dtype=codes.form.matmul_dtype)
         tensors["scale"] = codes.scale.t().contiguous()
     return _assembled(module, dequantizer, tensors, codes.input_scale)
@@ -342,20 +343,25 @@ class InFlight:
         listed = cast("str | None", check_param_name_in(name, self._config.modules_to_not_convert))
         return listed is None and check_quant_is_allowed("Linear", module.weight, self._config)
 
-    def planned(self, name: str, module: torch.nn.Module) -> tuple[Form, int]:
-        """How a weight will be held, and in how many bytes. Computed on meta tensors."""
+    def planned(self, name: str, module: torch.nn.Module, device: torch.device) -> tuple[Form, int, int]:
+        """How a weight will be held, in how many bytes, and bytes beside it meanwhile. Computed on meta tensors."""
         dequantizer, tensors = _meta_layer(name, module, self._config, self._dtype)
         nbytes = sum(tensor.nbytes for tensor in tensors.values() if tensor is not None)
-        return Form(dequantizer.weights_dtype, dequantizer.group_size, holder=IN_FLIGHT), nbytes
+        arguments = _weight_arguments(name, module, self._config, self._dtype)
+        transient = 3 * 4 * values_at_once(dequantizer.original_shape, device, arguments)
+        return Form(dequantizer.weights_dtype, dequantizer.group_size, holder=IN_FLIGHT), nbytes, transient
 
     def layer(self, name: str, module: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
-        """The quantized layer in the place of a Linear, from its float weight."""
-        from sdnq.quantizer import sdnq_quantize_layer
+        """The quantized layer in the place of a Linear, from its float weight: what sdnq_quantize_layer makes of it."""
+        from sdnq.utils import check_param_name_in
 
-        module.weight = torch.nn.Parameter(weight.to(torch.float32), requires_grad=False)
-        layer, self._config = sdnq_quantize_layer(module, self._config, torch_dtype=self._dtype, param_name=name)
-        let_adapters_compute_in(layer, self._dtype)
-        return layer
+        arguments = _weight_arguments(name, module, self._config, self._dtype)
+        dequantizer, tensors = quantize_weight(weight, arguments)
+        if arguments["use_quantized_matmul"] and not dequantizer.use_quantized_matmul:
+            listed = self._config.modules_to_not_use_matmul
+            if check_param_name_in(name, listed) is None:
+                listed.append(name)
+        return _assembled(module, dequantizer, tensors)
 
     def finish(self, model: ModelMixin) -> None:
         """Make diffusers treat the model as quantized."""
@@ -407,7 +413,7 @@ class SavedLayers:
             dequantizer.__class__ = _fp32_rotation_class()
         self._choose_matmul(f"{name}.weight", dequantizer, held)
         held = _portable(dequantizer, held, self._portable)
-        if _is_transposed(dequantizer):
+        if is_transposed(dequantizer):
             held["weight"] = prepare_weight_for_matmul(held["weight"], matmul_dtype=dequantizer.quantized_matmul_dtype)
         if "svd_up" in held:
             held["svd_up"], held["svd_down"] = prepare_svd_for_matmul(
@@ -424,13 +430,13 @@ class SavedLayers:
         matmul = dequantizer.quantized_matmul_dtype
         matmul = matmul if compute.quantized_matmul in ("", "auto") else compute.quantized_matmul
         wanted = _multiplies_quantized(compute, dequantizer.original_shape, matmul)
-        was_transposed = _is_transposed(dequantizer)
+        was_transposed = is_transposed(dequantizer)
         if matmul != dequantizer.quantized_matmul_dtype and _differs(dequantizer.weights_dtype, matmul):
             dequantizer.re_quantize_for_matmul = True
         if wanted != dequantizer.use_quantized_matmul:
             held.update({key: held[key].t() for key in ("svd_up", "svd_down") if key in held})
         dequantizer.quantized_matmul_dtype, dequantizer.use_quantized_matmul = matmul, wanted
-        if _is_transposed(dequantizer) != was_transposed:
+        if is_transposed(dequantizer) != was_transposed:
             held.update({key: held[key].t().contiguous() for key in ("weight", "scale", "zero_point") if key in held})
 
     def finish(self, model: ModelMixin) -> None:
@@ -444,26 +450,23 @@ class SavedLayers:
         _mark(model, config, self._dtype)
 
 
-def _is_transposed(dequantizer: Any) -> bool:
-    """Whether SDNQ holds a layer's codes as its matmul reads them: [K, N]."""
-    return bool(
-        dequantizer.use_quantized_matmul and not dequantizer.re_quantize_for_matmul and not dequantizer.is_packed
-    )
-
-
 def _meta_layer(
     param_name: str, module: torch.nn.Module, config: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
     """The dequantizer of a Linear's weight and the tensors beside it, on meta: what SDNQ makes of it by a config."""
-    from sdnq.quantizer import sdnq_quantize_layer_weight
+    linear = cast("torch.nn.Linear", module)
+    weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float32, device="meta")
+    return quantize_weight(weight, _weight_arguments(param_name, module, config, dtype))
+
+
+def _weight_arguments(param_name: str, module: torch.nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """How SDNQ quantizes one weight by a config."""
     from sdnq.utils import get_quant_kwargs
 
     arguments = get_quant_kwargs(module, config, torch_dtype=dtype, param_name=param_name)
     for key in ("return_device", "quantization_device", "non_blocking", "use_dynamic_quantization"):
         arguments.pop(key)
-    linear = cast("torch.nn.Linear", module)
-    weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float32, device="meta")
-    return sdnq_quantize_layer_weight(weight, **arguments)
+    return arguments
 
 
 def _check_saved(held: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -270,8 +270,10 @@ class _Targets:
                 "a weight must hold floating-point values", "Use the bf16, fp16 or fp32 version of the file",
             )  # fmt: skip
         if self._in_flight and self._in_flight.takes(name, self._modules[plain.module]) and not self._is_read(plain):
-            form, nbytes = self._in_flight.planned(name, self._modules[plain.module])
-            return replace(plain, form=form, nbytes=nbytes, transient=3 * 4 * _numel(plain))
+            form, nbytes, transient = self._in_flight.planned(name, self._modules[plain.module], self._draft.device)
+            read = self._as_values(plain, made.dtype, infos[0].start)
+            transient += 0 if read.mapped else read.nbytes + read.transient
+            return replace(plain, form=form, nbytes=nbytes, transient=transient)
         return self._as_values(plain, made.dtype, infos[0].start if infos else 0)
 
     def _dtype(self, name: str, needed: torch.Tensor, stored: torch.dtype) -> torch.dtype:

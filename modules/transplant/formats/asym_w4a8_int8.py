@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from transplant.formats import int8_tensorwise
 from transplant.formats.base import (
     Codes,
     Form,
@@ -27,6 +26,7 @@ from transplant.formats.base import (
     Read,
     Rows,
     check_finite_and_positive,
+    matrix_shape,
 )
 from transplant.formats.convrot_w4a4 import SCALE_DTYPES, check_dtype, scale_of_rows
 from transplant.formats.rotation import rotation_size
@@ -59,7 +59,7 @@ def packing(layer: QuantizedLayer) -> Packing:
     Raises:
         FormatError: shapes and group size do not belong together, or comfy-kitchen has no such packing.
     """
-    rows, width = int8_tensorwise.logical_shape(layer)
+    rows, width = matrix_shape(layer)
     shape, group = layer.tensors["weight_s_rel"].shape, layer.number("group_size", 16)
     if len(shape) != 2 or shape[0] != rows:
         raise FormatError(f"its weight_s_rel has shape {list(shape)}, not [{rows}, columns / group_size]")
@@ -80,7 +80,7 @@ def packing(layer: QuantizedLayer) -> Packing:
 
 def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     """(N, K): K by the groups of weight_s_rel."""
-    rows, _ = int8_tensorwise.logical_shape(layer)
+    rows, _ = matrix_shape(layer)
     return rows, packing(layer).columns
 
 

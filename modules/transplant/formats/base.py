@@ -194,6 +194,18 @@ def check_layer(layer: QuantizedLayer, layer_format: Format) -> None:
         raise FormatError(f"a {layer.format} layer has no use for its {', '.join(unused)}")
 
 
+def matrix_shape(layer: QuantizedLayer) -> tuple[int, int]:
+    """The shape of a layer's weight as it is stored: rows, and codes or bytes in a row.
+
+    Raises:
+        FormatError: it is no matrix.
+    """
+    shape = layer.tensors["weight"].shape
+    if len(shape) != 2:
+        raise FormatError(f"its weight has {len(shape)} dimensions; only matrices are supported")
+    return shape[0], shape[1]
+
+
 def check_finite_and_positive(name: str, scale: torch.Tensor, allow_zero: bool = False) -> None:
     """Check real scales; meta tensors pass.
 

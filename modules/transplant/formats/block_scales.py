@@ -19,6 +19,7 @@ from transplant.formats.base import (
     Rows,
     check_finite_and_positive,
     divisor,
+    matrix_shape,
 )
 
 TILE = (128, 4)
@@ -57,12 +58,12 @@ def unswizzled(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return plain[:rows, :columns].view(stored.dtype)
 
 
-def padded_shape(layer: QuantizedLayer, stored: tuple[int, ...], multiple: int) -> tuple[int, int]:
+def padded_shape(layer: QuantizedLayer, codes_a_byte: int, multiple: int) -> tuple[int, int]:
     """(N, K) of a layer as far as the file says it.
 
     Args:
         layer: the layer; `orig_shape` in its declaration is the shape without padding.
-        stored: shape of the weight in values, padded.
+        codes_a_byte: how many of its codes share a byte.
         multiple: what rows and columns are padded to.
 
     Returns:
@@ -71,9 +72,8 @@ def padded_shape(layer: QuantizedLayer, stored: tuple[int, ...], multiple: int) 
     Raises:
         FormatError: not a padded matrix, or a declared shape that does not pad to it.
     """
-    if len(stored) != 2:
-        raise FormatError(f"its weight has {len(stored)} dimensions; only matrices are supported")
-    rows, columns = stored
+    rows, stored = matrix_shape(layer)
+    columns = stored * codes_a_byte
     if rows < 1 or columns < 1 or rows % multiple or columns % multiple:
         raise FormatError(f"its weight holds {rows} x {columns} values, which is not padded to {multiple} x {multiple}")
     declared = layer.params.get("orig_shape")

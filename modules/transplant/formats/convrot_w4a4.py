@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from transplant.formats import int8_tensorwise
 from transplant.formats.base import (
     Codes,
     Form,
@@ -20,6 +19,7 @@ from transplant.formats.base import (
     Read,
     Rows,
     check_finite_and_positive,
+    matrix_shape,
 )
 from transplant.formats.rotation import rotation_size
 
@@ -29,7 +29,7 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     """(N, K) of codes stored as [N, K / 2]."""
-    rows, packed = int8_tensorwise.logical_shape(layer)
+    rows, packed = matrix_shape(layer)
     return rows, 2 * packed
 
 

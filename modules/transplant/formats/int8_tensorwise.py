@@ -18,16 +18,14 @@ from transplant.formats.base import (
     Read,
     Rows,
     check_finite_and_positive,
+    matrix_shape,
 )
 from transplant.formats.rotation import rotation_size
 
 
 def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     """(N, K): the stored shape."""
-    shape = layer.tensors["weight"].shape
-    if len(shape) != 2:
-        raise FormatError(f"its weight has {len(shape)} dimensions; only matrices are supported")
-    return shape[0], shape[1]
+    return matrix_shape(layer)
 
 
 def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:

@@ -36,8 +36,7 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
     Raises:
         FormatError: the weight is not a padded matrix, or contradicts `orig_shape`.
     """
-    shape = layer.tensors["weight"].shape
-    return padded_shape(layer, (*shape[:-1], *(size * 2 for size in shape[-1:])), BLOCK)
+    return padded_shape(layer, 2, BLOCK)
 
 
 def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
