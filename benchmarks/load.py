@@ -146,7 +146,8 @@ def _diffusers(disable_mmap: bool) -> Callable[[Path, Path], tuple[Any, Iterable
     return load
 
 
-def _plain_read(file: Path, base: Path) -> tuple[Any, Iterable[Any]]:
+def plain_read(file: Path, base: Path) -> tuple[Any, Iterable[Any]]:
+    """Read a file into one buffer."""
     import torch
 
     buffer = torch.empty(file.stat().st_size, dtype=torch.uint8)
@@ -162,7 +163,7 @@ VARIANTS: Mapping[str, Variant] = {
     "diffusers": Variant("diffusers `from_single_file`", _diffusers(disable_mmap=False), "diffusers"),
     "transplant-read": Variant("Transplant, `use_mmap=False`", _transplant(use_mmap=False), "diffusers-read"),
     "diffusers-read": Variant("diffusers, `disable_mmap=True`", _diffusers(disable_mmap=True), "diffusers-read"),
-    "plain": Variant("a plain read into one buffer", _plain_read),
+    "plain": Variant("a plain read into one buffer", plain_read),
 }
 
 
@@ -213,6 +214,11 @@ class AnonymousMemory:
     def peak(self) -> int:
         """Bytes at most above the beginning."""
         return self._peak - self._baseline
+
+    @property
+    def now(self) -> int:
+        """Bytes above the beginning."""
+        return self._now() - self._baseline
 
     def _watch(self) -> None:
         while not self._end.wait(0.002):
@@ -423,18 +429,18 @@ def machine() -> str:
     )
 
 
-def put_between_markers(file: Path, text: str) -> None:
+def put_between_markers(file: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Replace what stands between the two markers in a Markdown file."""
-    before, after = split_at_markers(file)
-    file.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    before, after = split_at_markers(file, begin, end)
+    file.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
-def split_at_markers(file: Path) -> tuple[str, str]:
+def split_at_markers(file: Path, begin: str = BEGIN, end: str = END) -> tuple[str, str]:
     """What stands before and after the markers. Raises ValueError where the file lacks them."""
-    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{file} lacks the lines {BEGIN} and {END}")
+    before, first, rest = file.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise ValueError(f"{file} lacks the lines {begin} and {end}")
     return before, after
 
 

@@ -96,3 +96,14 @@ def int8(weight: torch.Tensor, *, per_row: bool = True, convrot: int = 0) -> Wri
 def float8(weight: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Written:
     """float8_e4m3fn or float8_e5m2 with one scale."""
     return write(weight, "TensorCoreFP8Layout", {"format": str(dtype).removeprefix("torch.")}, dtype=dtype)
+
+
+def float8_by_rows(weight: torch.Tensor) -> Written:
+    """float8_e4m3fn with a scale a row, which comfy-kitchen reads but does not write."""
+    scale = (weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    whole = float8(weight)
+    reference = QuantizedTensor(
+        codes, whole.reference._layout_cls, replace(whole.reference._params, scale=scale)
+    )  # fmt: skip
+    return Written({"weight": codes, "weight_scale": scale}, whole.marker, reference)

@@ -130,3 +130,25 @@ def test_fp8_storage_at_small_size() -> None:
         assert number(row["peak anonymous memory"]) <= number(row["parameters"]) + 150  # the largest layer is 79 MB
         assert row["at most +600 MB"] == "yes"
     assert len({row["parameters"] for row in table}) == 1  # the same as diffusers' layerwise casting leaves
+
+
+def test_quantized_at_small_size(tmp_path: Path) -> None:
+    """An adopted format and a dtype to quantize to: the tables between the markers, and what they say of memory."""
+    program = ROOT / "benchmarks" / "quantized.py"
+    begin, end = (f"<!-- benchmarks/quantized.py {word} -->" for word in ("begins", "ends"))
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{begin}\nold figures\n{end}\nafter\n")
+    done = subprocess.run(
+        [sys.executable, str(program), "--size-gb", "0.05", "--runs", "1", "--only", "nvfp4", "int8",
+         "--dir", str(tmp_path), "--markdown", str(page)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["page.md"], "the benchmark leaves files behind"
+    assert page.read_text() == f"before\n{begin}\n\n{done.stdout.strip()}\n\n{end}\nafter\n"
+    [adopted], [on_load] = tables(done.stdout)
+    assert adopted["what"] == "nvfp4"
+    assert adopted["at most what stays + 3 layers"].endswith(" yes")
+    assert on_load["what"] == "int8"
+    assert number(on_load["stays"]) <= number(on_load["peak"]) <= 1.1 * number(on_load["peak of diffusers"])
+    assert (ROOT / "docs" / "benchmarks.md").read_text().count(begin) == 1

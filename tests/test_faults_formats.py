@@ -14,6 +14,7 @@
 | B25 nibbles and block layout | test_formats_blocks.py: test_every_nibble_is_decoded_by_the_e2m1_table, test_other_shapes_of_block_scales |
 | B26 markers on embeddings, convolutions, norms | test_b26_markers_on_what_is_no_linear |
 | B28 mixed dtypes | test_b28_one_compute_dtype |
+| B29 overflow in fp16 | test_b29_overflow_is_told |
 | B31 bitsandbytes | test_quantized_files.py: test_declarations_that_cannot_be |
 | B32 diffusers' names | test_quantized_files.py: test_diffusers_layout |
 | C13 names of files | test_c13_names_of_files; test_folders.py: test_names_are_found_however_their_accents_are_encoded |
@@ -35,13 +36,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kitchen import Written, float8, int8
-from test_formats_blocks import nvfp4
+from test_formats_4bit import awq, w4a4, w4a8
+from test_formats_blocks import mxfp8, nvfp4
 from test_plan import base_folder
 from test_quantized_files import dequantized, expected_weights, marker, quantize, run
-from tiny_models import random_z_image, save, tiny_z_image_config, to_comfyui
+from tiny_models import random_z_image, save, tiny_pipeline, tiny_z_image_config, to_comfyui
 from transplant.build import build
 from transplant.errors import TransplantError, UnsupportedQuantization
+from transplant.generate import GenerationError, generate
 from transplant.plan import plan
+from transplant.request import Request
 from transplant.sdnq_bridge import Compute, QuantizeOnLoad
 
 CONFIG = tiny_z_image_config(dim=96, n_layers=1)
@@ -139,6 +143,22 @@ def test_b28_one_compute_dtype(base: Path, tmp_path: Path) -> None:
     assert run(model, CONFIG["cap_feat_dim"]).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_b29_overflow_is_told(dtype: torch.dtype) -> None:
+    """What fp16 cannot hold is said at the first step, with what to do, instead of a black picture; bf16 can."""
+    pipeline: Any = tiny_pipeline(0, dtype)
+    pipeline.transformer.layers[0].feed_forward.w2.weight.data *= 1e7
+    request = Request(prompt="x", steps=2, width=64, height=64)
+    if dtype == torch.bfloat16:
+        assert len(list(generate(pipeline, request))) == 1
+        pipeline.transformer.layers[0].feed_forward.w2.weight.data *= float("nan")
+        with pytest.raises(GenerationError, match="in step 1; a file's weights are damaged"):
+            list(generate(pipeline, request))
+    else:
+        with pytest.raises(GenerationError, match=r"in step 1; fp16 cannot hold .* bf16 or fp32"):
+            list(generate(pipeline, request))
+
+
 @pytest.mark.parametrize("name", ["模型 ü 😀", "spaces [and] (brackets)", "a'b\"c", "é", "é"])
 def test_c13_names_of_files(name: str, base: Path, tmp_path: Path) -> None:
     stored, layers = quantize(network().state_dict(), int8)
@@ -175,16 +195,28 @@ def test_c15_fnuz_is_no_e4m3(base: Path, tmp_path: Path) -> None:
 # Whole files with one thing changed: refused by a TransplantError, or loaded with the right values
 
 
-KINDS = {"int8": int8, "float8": float8, "nvfp4": nvfp4, "convrot": lambda weight: int8(weight, convrot=16)}
+KINDS = {
+    "int8": int8, "float8": float8, "nvfp4": nvfp4, "mxfp8": mxfp8, "awq": awq,
+    "convrot": lambda weight: int8(weight, convrot=16), "w4a4": lambda weight: w4a4(weight, 16),
+    "w4a8": lambda weight: w4a8(weight, 16), "w6a8": lambda weight: w4a8(weight, 16, bits=6),
+}  # fmt: skip
+ROTATED = ("convrot", "w4a4", "w4a8", "w6a8")
 ENTRIES: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8_tensorwise"},
     "float8": {"format": "float8_e4m3fn"},
     "nvfp4": {"format": "nvfp4"},
     "convrot": {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16},
+    "mxfp8": {"format": "mxfp8"},
+    "awq": {"format": "awq_w4a16", "group_size": 32},
+    "w4a4": {"format": "convrot_w4a4", "convrot_groupsize": 16},
+    "w4a8": {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 16},
 }
 JUNK = st.sampled_from([None, True, 0, -1, 16, 1e300, "", "nvfp4", [], [16], {}, {"layers": {}}, "\u0000", "int8"])
 VALUES = st.one_of(JUNK, st.sampled_from(list(ENTRIES.values())))
-ROLES = ("weight", "weight_scale", "weight_scale_2", "comfy_quant")
+ROLES = (
+    "weight", "weight_scale", "weight_scale_2", "weight_zeros", "weight_s_rel", "weight_s_channel", "comfy_quant",
+)  # fmt: skip
+"""Not weight_codebook: without it the levels of a w4a8 layer are evenly spaced, and nothing tells that it had one."""
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +274,7 @@ def mutated(data: st.DataObject, header: dict[str, Any], body: bytes) -> tuple[d
     return header, body
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_changed_files_are_refused_or_right(
     data: st.DataObject, files: dict[str, tuple[bytes, dict[str, Written]]], base: Path,
@@ -265,6 +297,6 @@ def test_changed_files_are_refused_or_right(
     layer = model.get_submodule(LAYER)
     value = dequantized(model, f"{LAYER}.weight") if hasattr(layer, "sdnq_dequantizer") else layer.weight
     told = (header.get("__metadata__") or {}).get("_quantization_metadata", "")
-    if kind == "convrot" and (told or "comfy_quant" not in "".join(header)):
-        return  # whether int8 codes are rotated is what the declaration says, and nothing else can tell
+    if kind in ROTATED and (told or "comfy_quant" not in "".join(header)):
+        return  # how codes are rotated is what the declaration says, and nothing else can tell
     assert torch.equal(value, reference)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from comfy_kitchen.tensor import QuantizedTensor
 
-from kitchen import Written, float8, int8
+from kitchen import Written, float8, float8_by_rows, int8
 from test_formats import weight
 from test_formats_4bit import awq, random_w4a4, random_w4a8, w4a4, w4a8
 from test_formats_blocks import mxfp8, noise_like, nvfp4
@@ -98,6 +98,7 @@ KINDS: dict[str, Kind] = {
         **quantized(lambda values: int8(values, convrot=rotation(values))), columns=16, rotated=True,
     ),
     "float8_e4m3fn": Kind(**quantized(float8), rounds_once=True, fp8=True),
+    "float8_e4m3fn a row": Kind(**quantized(float8_by_rows), rounds_once=True, fp8=True),
     "float8_e5m2": Kind(
         **quantized(lambda values: float8(values, torch.float8_e5m2)), rounds_once=True, fp8=True
     ),
@@ -250,17 +251,10 @@ def without_scale(layer: Written) -> Written:
     return replace(layer, reference=QuantizedTensor(layer.reference._qdata, layer.reference._layout_cls, params))
 
 
-def check(kind: str, layer: Written, found: Codes | torch.Tensor, dtype: torch.dtype) -> None:
-    """Weight and forward are worth what comfy-kitchen's eager code says."""
-    expected = layer.value(dtype)
-    n, k = layer.shape
-    linear = torch.nn.Linear(k, n, dtype=dtype)
-    if isinstance(found, Codes):
-        got, module = decoded(found, (n, k), dtype), quantized_layer(linear, found, dtype, Compute())
-    else:
-        got = found.to(dtype)
-        linear.weight = torch.nn.Parameter(got, requires_grad=False)
-        module = linear
+def check(kind: str, layer: Written, found: Codes | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight is worth what comfy-kitchen's eager code says; it is returned."""
+    expected, n = layer.value(dtype), layer.shape[0]
+    got = decoded(found, layer.shape, dtype) if isinstance(found, Codes) else found.to(dtype)
     assert got.dtype == dtype
     if KINDS[kind].rotated and n == 1:
         bound = 1e-6 if dtype == torch.float32 else 1e-3
@@ -271,9 +265,21 @@ def check(kind: str, layer: Written, found: Codes | torch.Tensor, dtype: torch.d
         assert (got - exact).norm() <= (expected - exact).norm() <= 0.01 * exact.norm()
     else:
         assert torch.equal(got, expected)
-    x = torch.randn(5, k, generator=torch.Generator().manual_seed(3)).to(dtype)
+    return got
+
+
+def check_forward(found: Codes | torch.Tensor, value: torch.Tensor) -> None:
+    """A layer computes with that weight."""
+    n, k = value.shape
+    layer: torch.nn.Module = torch.nn.Linear(k, n, dtype=value.dtype)
+    bias = layer.bias
+    if isinstance(found, Codes):
+        layer = quantized_layer(layer, found, value.dtype, Compute())
+    else:
+        layer.weight = torch.nn.Parameter(found.to(value.dtype), requires_grad=False)
+    x = torch.randn(5, k, generator=torch.Generator().manual_seed(3)).to(value.dtype)
     with torch.no_grad():
-        assert torch.equal(module(x), torch.nn.functional.linear(x, got, linear.bias))
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, value, bias))
 
 
 @pytest.mark.parametrize(("kind", "container", "shape"), CASES)
@@ -284,19 +290,21 @@ def test_format_in_container(kind: str, container: str, shape: Shape, tmp_path: 
     assert quantization.source == CONTAINERS[container].source
     assert isinstance(found, Codes) == (container != "raw")
     for dtype in (torch.float32, torch.bfloat16):
-        check(kind, without_scale(layer) if container == "raw" else layer, found, dtype)
+        check_forward(found, check(kind, without_scale(layer) if container == "raw" else layer, found, dtype))
 
 
 @pytest.mark.parametrize("shape", REAL, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_widths(kind: str, shape: Shape, tmp_path: Path) -> None:
-    """In one container each; the larger one in bf16 only, or in fp32 where bf16 is not exact."""
+    """In one container each. Of the larger one the weight alone, in bf16, or in fp32 where bf16 is not exact."""
     layer = KINDS[kind].real(shape)
     _, found = load(layer, "header", tmp_path / "x.safetensors")
     (tmp_path / "x.safetensors").unlink()
-    both = (torch.float32, torch.bfloat16)
-    for dtype in both if shape == REAL[0] else both[:1] if KINDS[kind].rounds_once else both[1:]:
-        check(kind, layer, found, dtype)
+    if shape == REAL[1]:
+        check(kind, layer, found, torch.float32 if KINDS[kind].rounds_once else torch.bfloat16)
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        check_forward(found, check(kind, layer, found, dtype))
 
 
 def test_nothing_is_missing() -> None:

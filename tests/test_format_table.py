@@ -14,6 +14,7 @@ from tiny_models import random_z_image, save, tiny_z_image_config
 from transplant.build import build
 from transplant.conversion import needs_transplant
 from transplant.formats import formats
+from transplant.formats.base import Portable
 from transplant.plan import plan
 from transplant.view import plan_json, plan_rows
 
@@ -22,8 +23,9 @@ ROWS = {
     "`int8_tensorwise`, one scale": "int8 per tensor",
     "`int8_tensorwise`, a scale a row": "int8 per row",
     "`int8_tensorwise` with ConvRot": "int8 convrot",
-    "`float8_e4m3fn`": "float8_e4m3fn",
-    "`float8_e5m2`": "float8_e5m2",
+    "`float8_e4m3fn`, one scale": "float8_e4m3fn",
+    "`float8_e4m3fn`, a scale a row": "float8 per row",
+    "`float8_e5m2`, one scale": "float8_e5m2",
     "`nvfp4`": "nvfp4",
     "`mxfp8`": "mxfp8",
     "`convrot_w4a4`": "w4a4",
@@ -81,6 +83,20 @@ def test_bytes_a_weight(row: str, tmp_path: Path) -> None:
     weights = sum(target.shape[0] * target.shape[1] for target in quantized)
     assert int(count) == len(quantized)
     assert float(printed) == pytest.approx(sum(target.nbytes for target in quantized) / weights, rel=0.001)
+
+
+def test_bytes_a_weight_of_mxfp8_where_scales_become_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's third note: 1.0625, before and after."""
+    for place in ("targets", "build"):
+        monkeypatch.setattr(f"transplant.{place}.portable_on", lambda compute, device: Portable(scales=True))
+    network = random_z_image(CONFIG, seed=3, dtype=torch.float32)
+    file = save(tmp_path / "x.safetensors", quantize(network.state_dict(), ALL_WRITERS["mxfp8"])[0])
+    planned = plan(file, base_folder(tmp_path / "base", CONFIG), dtype=torch.bfloat16)
+    model = build(planned).transformer
+    for target in (target for target in planned.targets if target.form):
+        layer = model.get_submodule(target.module)
+        assert layer.weight.nbytes + layer.scale.nbytes == target.nbytes == 1.0625 * target.shape[0] * target.shape[1]
+    assert "1.0625 bytes" in (ROOT / "docs" / "formats.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -11,7 +11,7 @@ import torch
 from diffusers import ZImageTransformer2DModel
 
 import transplant
-from kitchen import Written, float8, int8
+from kitchen import Written, float8, float8_by_rows, int8
 from test_formats_4bit import awq, w4a4, w4a8
 from test_formats_blocks import mxfp8, nvfp4
 from test_plan import base_folder
@@ -31,6 +31,7 @@ WRITERS: dict[str, Writer] = {
 }
 ALL_WRITERS: dict[str, Writer] = {
     **WRITERS,
+    "float8 per row": float8_by_rows,
     "nvfp4": nvfp4,
     "mxfp8": mxfp8,
     "w4a4": lambda weight: w4a4(weight, 16),

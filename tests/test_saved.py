@@ -24,6 +24,8 @@ from transplant.conversion import needs_transplant
 from transplant.errors import (
     MissingShards,
     MissingTensors,
+    OverrideArchMismatch,
+    SavedQuantizedFolder,
     ShapeMismatch,
     UnexpectedTensors,
     UnreadableFile,
@@ -81,55 +83,48 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def test_saved_models_load_again_exactly(
     kind: str, dtype: torch.dtype, files: Path, base: Path, tmp_path: Path
 ) -> None:
-    """Twice: what was loaded from a folder can be saved again."""
-    model = load(files / f"{kind}.safetensors", base, dtype)
-    for folder in ("once", "twice"):
-        model.save_pretrained(tmp_path / folder)
-        again = load_folder(tmp_path / folder, use_mmap=False)
-        assert_same(model, again)
-        assert again.is_quantized and again.dtype == dtype
-        with pytest.raises(ValueError, match="quantized"):
-            again.to(torch.float16)
-        for name, layer in again.named_modules():
-            if hasattr(layer, "sdnq_dequantizer"):
-                first = vars(model.get_submodule(name).sdnq_dequantizer)
-                second = vars(layer.sdnq_dequantizer)
-                assert type(layer.sdnq_dequantizer) is type(model.get_submodule(name).sdnq_dequantizer)
-                differing = {key for key in first if first[key] != second[key]}
-                assert {key for key in differing if "zero_point" not in key} <= {"original_stride"}, differing
-        model = again
-
-
-@pytest.mark.parametrize("kind", ALL_WRITERS)
-def test_mapped_models_can_be_saved(kind: str, files: Path, base: Path, tmp_path: Path) -> None:
-    """Parts of a fused layer have one scalar scale: each has it in memory of its own, else it is not saved."""
-    model = transplant.load_transformer(files / f"{kind}.safetensors", base=base, dtype=torch.bfloat16, use_mmap=True)
-    model.save_pretrained(tmp_path / "x")
-    again = transplant.load_transformer(tmp_path / "x", base=base)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(as_bytes(again.state_dict()[name]), as_bytes(tensor)), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("kind", ALL_WRITERS)
-def test_who_else_loads_it_exactly(kind: str, dtype: torch.dtype, files: Path, base: Path, tmp_path: Path) -> None:
-    """needs_transplant is true: sdnq.load_sdnq_model equals ours where it says nothing, and nowhere else."""
+    """And who else loads them so: sdnq.load_sdnq_model equals ours where needs_transplant says nothing, only there."""
     planned = plan(files / f"{kind}.safetensors", base, dtype=dtype, use_mmap=False)
     model = build(planned).transformer
     model.save_pretrained(tmp_path / "x")
+    again = load_folder(tmp_path / "x", use_mmap=False)
+    assert_same(model, again)
+    assert again.is_quantized and again.dtype == dtype
+    with pytest.raises(ValueError, match="quantized"):
+        again.to(torch.float16)
+    for name, layer in again.named_modules():
+        if hasattr(layer, "sdnq_dequantizer"):
+            first = vars(model.get_submodule(name).sdnq_dequantizer)
+            second = vars(layer.sdnq_dequantizer)
+            assert type(layer.sdnq_dequantizer) is type(model.get_submodule(name).sdnq_dequantizer)
+            differing = {key for key in first if first[key] != second[key]}
+            assert {key for key in differing if "zero_point" not in key} <= {"original_stride"}, differing
+    weights = [f"{target.module}.weight" for target in planned.targets if target.form]
+    assert loads_exactly_with_sdnq(tmp_path / "x", model, weights, dtype) == (not needs_transplant(planned))
+
+
+def loads_exactly_with_sdnq(folder: Path, model: Any, weights: list[str], dtype: torch.dtype) -> bool:
+    """Whether SDNQ's own loading gives the same weights."""
     try:
-        theirs = load_sdnq_model(str(tmp_path / "x"), dtype=dtype)
-        exact = all(
-            torch.equal(dequantized(theirs, f"{target.module}.weight"), dequantized(model, f"{target.module}.weight"))
-            for target in planned.targets
-            if target.form
-        )
+        theirs = load_sdnq_model(str(folder), dtype=dtype)
+        return all(torch.equal(dequantized(theirs, name), dequantized(model, name)) for name in weights)
     except RuntimeError:
-        exact = False
-    assert exact == (not needs_transplant(planned))
+        return False
 
 
-@pytest.mark.parametrize("kind", ["int8 per row", "int8 per tensor", "float8_e4m3fn", "w6a8", "w4a4"])
+@pytest.mark.parametrize("kind", ["int8 per tensor", "float8_e4m3fn", "nvfp4", "w4a8 table"])
+def test_mapped_models_can_be_saved(kind: str, files: Path, base: Path, tmp_path: Path) -> None:
+    """Also twice. Parts of a fused layer have one scalar scale: each in memory of its own, else it is not saved."""
+    model = transplant.load_transformer(files / f"{kind}.safetensors", base=base, dtype=torch.bfloat16, use_mmap=True)
+    for folder in ("once", "twice"):
+        model.save_pretrained(tmp_path / folder)
+        again = transplant.load_transformer(tmp_path / folder, base=base)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(as_bytes(again.state_dict()[name]), as_bytes(tensor)), name
+        model = again
+
+
+@pytest.mark.parametrize("kind", ["int8 per tensor", "float8_e4m3fn", "w4a4"])
 def test_plain_from_pretrained_is_exact_in_fp32(kind: str, files: Path, base: Path, tmp_path: Path) -> None:
     """diffusers casts scales to the dtype it is given: nothing is lost where that is fp32."""
     model = load(files / f"{kind}.safetensors", base, torch.float32)
@@ -250,6 +245,17 @@ def folder(files: Path, base: Path, tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "model", max_shard_size=sum(p.nbytes for p in model.parameters()) // 3)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) >= 3
     return tmp_path / "model"
+
+
+def test_a_folder_is_not_chosen_as_a_file(folder: Path, base: Path) -> None:
+    """Refused at once with the ways out, each of which works; what is no config of a folder is not looked at."""
+    with pytest.raises(SavedQuantizedFolder, match=r"saved quantized \(sdnq\).*in the place of the transformer"):
+        plan(folder, base)
+    assert load_folder(folder).is_quantized
+    assert transplant.load_transformer(folder, base=base).is_quantized
+    (folder / "config.json").write_text("{")
+    with pytest.raises(OverrideArchMismatch):
+        plan(folder, base)
 
 
 def test_shards(folder: Path, files: Path, base: Path) -> None:

@@ -108,6 +108,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def saved_quantization(folder: Path) -> str | None:
+    """Whose quantization the config of a model's own folder tells; None where it tells none."""
+    try:
+        settings: Any = read_json(folder / "config.json").get("quantization_config")
+    except BaseModelError:  # no folder, or none with a config
+        return None
+    return str(cast("dict[str, Any]", settings).get("quant_method")) if isinstance(settings, dict) else None
+
+
 def _resolve(path: Path | str) -> Path:
     """The index of a base model."""
     folder = Path(path).expanduser()

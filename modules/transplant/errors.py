@@ -388,6 +388,23 @@ class UnsupportedQuantization(OverrideArchMismatch):
         self.formats = tuple(formats)
 
 
+class SavedQuantizedFolder(OverrideArchMismatch):
+    """A model's own folder whose weights are quantized: it is loaded as it is, not planned over another's config.
+
+    Attributes:
+        method: whose quantization it is, as its config says.
+    """
+
+    def __init__(self, folder: Path | str, method: str) -> None:
+        super().__init__(
+            folder,
+            f"is the folder of a model that was saved quantized ({method}); such a folder cannot be chosen as a file",
+            "Choose the single file that it was made from, put the folder in the place of the transformer in a copy of "
+            "the base model, or load it with transplant.load_transformer",
+        )
+        self.method = method
+
+
 class ConverterFailed(OverrideArchMismatch):
     """The architecture's key converter does not understand the file's keys.
 

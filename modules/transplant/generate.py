@@ -65,13 +65,16 @@ def generate(
 
     Raises:
         GenerationCancelled: `cancelled` said so; the pictures that were yielded before are complete.
-        GenerationError: the pipeline refuses the parameters, for example a size that it cannot draw.
+        GenerationError: the pipeline refuses the parameters, for example a size that it cannot draw; or the
+            transformer gave NaN or infinity, of which it would draw a black picture.
     """
     loaded = cast("Any", pipeline)
     own, guider = loaded.scheduler, getattr(loaded, "guider", None)
     for index in range(request.batch):
 
-        def after_step(step: int, index: int = index) -> None:
+        def after_step(step: int, output: object, index: int = index) -> None:
+            if isinstance(output, torch.Tensor) and not bool(output.isfinite().all()):
+                raise GenerationError(_no_numbers(loaded, step))
             if on_step is not None:
                 on_step(index, min(step, request.steps), request.steps)
             if cancelled is not None and cancelled():
@@ -97,10 +100,20 @@ def makes_video(pipeline: Any) -> bool:
     return "num_frames" in _accepted(pipeline)
 
 
-def _watched(scheduler: Any, after_step: Callable[[int], None]) -> Any:
-    """A copy of a scheduler that tells of each of its steps: not every pipeline takes a callback.
+def _no_numbers(pipeline: Any, step: int) -> str:
+    """What to do where the transformer's output is NaN or infinity."""
+    if getattr(pipeline, "dtype", None) == torch.float16:
+        why = "fp16 cannot hold what this model computes: set the compute dtype to bf16 or fp32"
+    else:
+        why = "a file's weights are damaged, or not meant for this base model: choose another file"
+    return f"{type(pipeline).__name__}: the transformer gave NaN or infinity in step {step}; {why}"
 
-    It takes sigmas as a list too, as most pipelines give them; UniPC multiplies them as an array.
+
+def _watched(scheduler: Any, after_step: Callable[[int, object], None]) -> Any:
+    """A copy of a scheduler that tells of each of its steps, and what the transformer gave.
+
+    Not every pipeline takes a callback, and none tells it the latter. The copy takes sigmas as a list too, as most
+    pipelines give them; UniPC multiplies them as an array.
     """
     cls: Any = type(scheduler)
     count = itertools.count(1)
@@ -114,7 +127,7 @@ def _watched(scheduler: Any, after_step: Callable[[int], None]) -> Any:
     @functools.wraps(cls.step)
     def step(self: Any, *arguments: Any, **named: Any) -> Any:
         result = cls.step(self, *arguments, **named)
-        after_step(next(count))
+        after_step(next(count), arguments[0] if arguments else named.get("model_output"))
         return result
 
     watched = copy.copy(scheduler)

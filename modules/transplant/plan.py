@@ -15,13 +15,13 @@ from transplant.architectures import SPECS
 from transplant.architectures.detect import Detection, identify, refuse_other_kinds
 from transplant.architectures.gguf_names import contradiction
 from transplant.architectures.spec import DIFFUSERS_LAYOUT, Converter, Keys, Layout, TransformerSpec
-from transplant.base_model import BaseModel, Component, read_base
+from transplant.base_model import BaseModel, Component, read_base, saved_quantization
 from transplant.branch import Branch, class_for, find_branch
 from transplant.checkpoint.gguf import BLOCK_TYPES
 from transplant.checkpoint.header import GGUF, Header, read_header
 from transplant.checkpoint.naming import NamedKeys, normalise, split_siblings
 from transplant.checkpoint.reader import TORCH_DTYPES, mmap_by_default
-from transplant.errors import ConverterFailed, WrongArchitecture, sample
+from transplant.errors import ConverterFailed, SavedQuantizedFolder, WrongArchitecture, sample
 from transplant.formats.containers import read_quantization
 from transplant.fp8_storage import FP8, is_unknown, support_on, unknown_text
 from transplant.load_plan import ComponentPlan, LoadPlan
@@ -74,6 +74,8 @@ def plan(
         BaseModelError: the base model cannot be used.
     """
     base = base if isinstance(base, BaseModel) else read_base(base)
+    if (method := saved_quantization(Path(file))) is not None:
+        raise SavedQuantizedFolder(file, method)
     header = read_header(file)
     keys = normalise(header.path, header.tensors)
     spec = spec or spec_for(base, component)
