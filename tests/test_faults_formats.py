@@ -36,7 +36,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kitchen import Written, float8, int8
-from test_formats_4bit import awq, w4a4, w4a8
+from test_formats_4bit import awq, random_w4a4, w4a8
 from test_formats_blocks import mxfp8, nvfp4
 from test_plan import base_folder
 from test_quantized_files import dequantized, expected_weights, marker, quantize, run
@@ -197,7 +197,8 @@ def test_c15_fnuz_is_no_e4m3(base: Path, tmp_path: Path) -> None:
 
 KINDS = {
     "int8": int8, "float8": float8, "nvfp4": nvfp4, "mxfp8": mxfp8, "awq": awq,
-    "convrot": lambda weight: int8(weight, convrot=16), "w4a4": lambda weight: w4a4(weight, 16),
+    "convrot": lambda weight: int8(weight, convrot=16),
+    "w4a4": lambda weight: random_w4a4((weight.shape[0], weight.shape[1]), 16),
     "w4a8": lambda weight: w4a8(weight, 16), "w6a8": lambda weight: w4a8(weight, 16, bits=6),
 }  # fmt: skip
 ROTATED = ("convrot", "w4a4", "w4a8", "w6a8")

@@ -358,9 +358,9 @@ class InFlight:
         arguments = _weight_arguments(name, module, self._config, self._dtype)
         dequantizer, tensors = quantize_weight(weight, arguments)
         if arguments["use_quantized_matmul"] and not dequantizer.use_quantized_matmul:
-            listed = self._config.modules_to_not_use_matmul
-            if check_param_name_in(name, listed) is None:
-                listed.append(name)
+            excluded = self._config.modules_to_not_use_matmul
+            if cast("str | None", check_param_name_in(name, excluded)) is None:
+                excluded.append(name)
         return _assembled(module, dequantizer, tensors)
 
     def finish(self, model: ModelMixin) -> None:
