@@ -74,9 +74,7 @@ def plan(
         BaseModelError: the base model cannot be used.
     """
     base = base if isinstance(base, BaseModel) else read_base(base)
-    if (method := saved_quantization(Path(file))) is not None:
-        raise SavedQuantizedFolder(file, method)
-    header = read_header(file)
+    header = _header(Path(file))
     keys = normalise(header.path, header.tensors)
     spec = spec or spec_for(base, component)
     detection = _detected(header, keys, spec)
@@ -103,6 +101,13 @@ def plan(
         (*_misplaced(detection, component), *_of_loading(draft, transformer, spec), *_of_gguf(draft, detection)),
         branch, detection.variant,
     )  # fmt: skip
+
+
+def _header(file: Path) -> Header:
+    """What is in the file. Raises SavedQuantizedFolder where it is such a folder."""
+    if (method := saved_quantization(file)) is not None:
+        raise SavedQuantizedFolder(file, method)
+    return read_header(file)
 
 
 def spec_for(base: BaseModel, component: str | None = None) -> TransformerSpec:
