@@ -313,9 +313,9 @@ def adopted_table(formats: Iterable[str], folder: Path, runs: int) -> str:
             f"{got['seconds']:.2f} s", reached(got["seconds"], limit, f"{limit:.2f} s"), f"{got['after'] / 1e6:.0f} MB",
             f"{got['peak'] / 1e6:.0f} MB", reached(got["peak"], room, f"{room / 1e6:.0f} MB"),
         ])  # fmt: skip
-    head = ("adopted", "file", "plain read", "load and touch", f"at most {MAX_READ} reads + {MAX_SECONDS} s",
+    head = ("", "file", "plain read", "load and touch", f"at most {MAX_READ} reads + {MAX_SECONDS} s",
             "stays in memory of its own", "peak", f"at most what stays + {MAX_LAYERS} layers")  # fmt: skip
-    return plain.markdown_table(head, rows)
+    return f"Adopted, with the file's codes:\n\n{plain.markdown_table(head, rows)}"
 
 
 def on_load_table(dtypes: Iterable[str], folder: Path, runs: int, with_compiled: bool) -> str:
@@ -333,10 +333,10 @@ def on_load_table(dtypes: Iterable[str], folder: Path, runs: int, with_compiled:
             reached(ratios[0], MAX_DIFFUSERS, f"{ratios[0]:.2f}"), reached(ratios[1], MAX_SDNQ, f"{ratios[1]:.2f}"),
             f"{mine['peak'] / 1e6:.0f} MB", f"{theirs['peak'] / 1e6:.0f} MB", f"{mine['after'] / 1e6:.0f} MB",
         ])  # fmt: skip
-    head = ("quantized on load", "Transplant", "diffusers", "SDNQ's arithmetic", "its compiled function",
+    head = ("", "Transplant", "diffusers", "SDNQ's arithmetic", "its compiled function",
             f"to diffusers, at most {MAX_DIFFUSERS}", f"to SDNQ's arithmetic, at most {MAX_SDNQ}", "peak",
             "peak of diffusers", "stays")  # fmt: skip
-    return plain.markdown_table(head, rows)
+    return f"Quantized on load from bf16:\n\n{plain.markdown_table(head, rows)}"
 
 
 def forward_table(folder: Path, runs: int) -> str:
@@ -347,7 +347,8 @@ def forward_table(folder: Path, runs: int) -> str:
     rows = [
         [name, f"{got['load']:.3f} s", f"{got['load'] / base:.2f}"] for name, got in zip(names, results, strict=True)
     ]
-    return plain.markdown_table((f"one block, {results[0]['tokens']:,.0f} tokens", "forward", "to bf16"), rows)
+    table = plain.markdown_table(("", "forward", "to bf16"), rows)
+    return f"Forward of one block, {results[0]['tokens']:,.0f} tokens:\n\n{table}"
 
 
 def reached(value: float, limit: float, text: str) -> str:

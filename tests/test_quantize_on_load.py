@@ -147,7 +147,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_plan_knows_that_only_some_rows_are_in_fp32(base: Path, tmp_path: Path) -> None:
-    """Of a weight of 59 MB in fp32, twelve megabytes; of one whose rows are rotated together, all."""
+    """Of a weight of 59 MB in fp32, three times a megabyte; of one whose rows are rotated together, all."""
     network = shapes_only(ZImageTransformer2DModel, {"dim": 3840, "n_heads": 30, "n_kv_heads": 30, "n_layers": 1})
     module = network.layers[0].attention.to_out[0]
     told = {}

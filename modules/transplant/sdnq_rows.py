@@ -14,8 +14,8 @@ import torch
 
 Tensors = dict[str, "torch.Tensor | None"]
 
-AT_ONCE = 1 << 20
-"""Values that are quantized at a time."""
+AT_ONCE = 1 << 18
+"""Values that are quantized at a time: 1 MB in fp32."""
 
 _WHOLE_BYTES = 32
 """Rows of which codes of any number of bits fill whole bytes and words."""
