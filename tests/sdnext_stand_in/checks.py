@@ -10,6 +10,7 @@ import gradio
 import pytest
 import torch
 import webui
+from fastapi import HTTPException
 from modules.modeldata import model_data
 from pipelines import generic, generic_transformer, generic_util, model_z_image, native_transformer
 from pipelines.anima.modeling_llm_adapter import AnimaLLMAdapter
@@ -240,6 +241,13 @@ def test_both_slots_and_each_on_its_own():
     assert shared.opts.sd_unet == "wan-a"
 
 
+def test_a_file_for_a_second_transformer_that_is_not_there_is_refused():
+    pipe = load("z-image")
+    post(sd_unet_secondary="wan-b")
+    assert shared.opts.sd_unet_secondary == "Default" and "has no second transformer" in errors()
+    assert model_data.sd_model is pipe and len(sd_models.loads) == 1
+
+
 def test_a_diffusers_layout_file_with_a_native_spec():
     saved(sd_unet="klein-a")
     pipe = load("klein")
@@ -272,12 +280,45 @@ def test_an_anima_that_is_refused_at_start_leaves_the_base_model():
     assert shared.opts.sd_unet == "Default" and "Z-Image" in errors()
 
 
+def test_the_hosts_own_sdnq_makes_the_layers():
+    saved(sd_unet="zi-fp8")
+    pipe = load("z-image")
+    layers = [module for module in pipe.transformer.modules() if hasattr(module, "sdnq_dequantizer")]
+    assert layers
+    assert {type(layer).__module__ for layer in layers} == {"modules.sdnq.layers"}
+    assert type(layers[0].sdnq_dequantizer).__module__ == "modules.sdnq.dequantizer"
+    assert type(pipe.transformer.quantization_config).__module__.startswith("modules.sdnq")
+    assert "sdnq" not in sys.modules
+
+
 def test_a_base_model_of_another_type_resets_each_slot():
     saved(sd_unet="wan-a", sd_unet_secondary="wan-b")
     load("wan")
     load("z-image")
     assert (shared.opts.sd_unet, shared.opts.sd_unet_secondary) == ("Default", "Default")
     assert (sd_unet.loaded_unet, sd_unet.loaded_unet_secondary) == (None, None)
+
+
+# API
+
+
+def test_routes_are_in_the_hosts_api():
+    routes = shared.api.routes
+    assert [path for path in routes if "transplant" in path] == [
+        "/transplant/v1/slots", "/transplant/v1/inspect", "/transplant/v1/plan",
+    ]  # fmt: skip
+    load("z-image")
+    assert routes["/transplant/v1/inspect"]("zi.gguf")["architecture"] == "Z-Image"
+    assert routes["/transplant/v1/plan"]("zi-comfyui")["verdict"] == "can be loaded"
+    assert routes["/transplant/v1/plan"]("wan-a")["verdict"] == "refused"
+    wrong = (("inspect", ["nothing"], 404), ("plan", ["broken"], 422), ("plan", ["zi.gguf", "x"], 422))
+    for path, arguments, status in wrong:
+        with pytest.raises(HTTPException) as refused:
+            routes[f"/transplant/v1/{path}"](*arguments)
+        assert refused.value.status_code == status
+    post(sd_unet="wan-a")
+    told, _ = routes["/transplant/v1/slots"]()
+    assert (told["selected"], told["loaded"]) == ("Default", "Default") and "Wan" in told["refused"]
 
 
 # Refusals
@@ -433,14 +474,14 @@ def test_metadata_name_the_files_with_hash():
 def test_a_requests_own_choice_holds_for_it_alone():
     pipe = load("z-image")
     seen = processing.process_images(processing.request(sd_unet="zi-comfyui"), lambda pipe: sd_unet.loaded_unet)
-    assert seen == "zi-comfyui"
+    assert seen == ["zi-comfyui"]
     assert shared.opts.sd_unet == "Default" and sd_unet.loaded_unet is None
     assert model_data.sd_model is pipe and len(sd_models.loads) == 1
 
 
 def test_a_requests_own_choice_that_is_refused_draws_nothing():
     load("z-image")
-    assert processing.process_images(processing.request(sd_unet="broken"), lambda pipe: pipe) is None
+    assert processing.process_images(processing.request(sd_unet="broken"), lambda pipe: pipe) == []
     assert "nothing is drawn" in errors() and shared.opts.sd_unet == "Default"
 
 

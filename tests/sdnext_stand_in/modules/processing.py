@@ -7,12 +7,13 @@ from modules.modeldata import model_data
 
 def request(**override_settings):
     return SimpleNamespace(
-        override_settings=override_settings, override_settings_restore_afterwards=True, extra_generation_params={}
-    )
+        override_settings=override_settings, override_settings_restore_afterwards=True, extra_generation_params={},
+        n_iter=1,
+    )  # fmt: skip
 
 
 def process_images(p, draw):
-    """What `draw(pipeline)` gives, or None where the user interrupted."""
+    """What `draw(pipeline)` gives, in a list."""
     assert shared.sd_model is not None
     for key, value in list(p.override_settings.items()):
         now = getattr(shared.opts, key)
@@ -25,7 +26,10 @@ def process_images(p, draw):
             if key == "sd_model_checkpoint":
                 sd_models.reload_model_weights()
         script_callbacks.call("before_process", p)
-        return None if shared.state.interrupted else draw(model_data.sd_model)
+        job = shared.state.begin("Process")  # an earlier interrupt is forgotten
+        results = [draw(model_data.sd_model) for _ in range(p.n_iter)]
+        shared.state.end(job)
+        return results
     finally:
         script_callbacks.call("after_process", p)
         if p.override_settings_restore_afterwards:

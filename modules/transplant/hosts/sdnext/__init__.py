@@ -6,6 +6,8 @@ in patches.py, what is told of it in docs/sdnext.md.
 
 from __future__ import annotations
 
+from typing import Any
+
 from transplant.hosts.sdnext import app, notices, options, patches, pictures
 
 
@@ -18,6 +20,17 @@ def register() -> None:
     for add, function in (
         (callbacks.on_before_process, pictures.before_process),
         (callbacks.on_after_process, pictures.after_process),
+        (callbacks.on_app_started, on_app_started),
     ):
         callbacks.remove_callbacks_for_function(function)
         add(function)
+
+
+def on_app_started(*_: Any) -> None:
+    """The host's server runs: add our routes to its API."""
+    try:
+        from transplant.hosts.sdnext.routes import add_routes
+
+        add_routes()
+    except Exception as error:  # the host boundary
+        notices.fault("its API routes could not be added", error)

@@ -25,10 +25,9 @@ _before: dict[str, Any] = {}
 def before_process(request: Any) -> None:
     """The host is about to draw: load what the request, or the options, choose, and name it in the metadata."""
     try:
-        own = getattr(request, "override_settings", None) or {}
         for kind in SLOTS:
             if app.has_option(kind.option):
-                _bring(kind, own)
+                _bring(kind, request)
         request.extra_generation_params.update(_named())
     except Exception as error:  # the host boundary
         notices.fault("the files could not be named in the picture's metadata", error)
@@ -48,8 +47,9 @@ def after_process(request: Any) -> None:
         notices.fault("what was loaded before the request could not be loaded again", error)
 
 
-def _bring(kind: SlotKind, own: dict[str, Any]) -> None:
-    """Let a slot hold what the request or the options choose; without it nothing is drawn."""
+def _bring(kind: SlotKind, request: Any) -> None:
+    """Let a slot hold what the request or the options choose; without what a request asks for nothing is drawn."""
+    own: dict[str, Any] = getattr(request, "override_settings", None) or {}
     held = held_in(app.loaded_pipeline(), kind)
     if kind.option in own:
         _before[kind.option] = name_of(held.loaded if held else None)
@@ -57,7 +57,7 @@ def _bring(kind: SlotKind, own: dict[str, Any]) -> None:
         return
     _before.pop(kind.option)
     log.error("%s was asked for and is not loaded: nothing is drawn", own[kind.option])
-    app.shared().state.interrupted = True
+    request.n_iter = 0  # the host's only way to draw nothing: an interrupt is forgotten when it begins
 
 
 def _named() -> dict[str, str]:

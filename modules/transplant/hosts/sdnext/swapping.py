@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from transplant.errors import BaseModelError, LoadCancelled, OverrideArchMismatch
+from transplant.errors import BaseModelError, LoadCancelled, OverrideArchMismatch, TransplantError
 from transplant.hosts.sdnext import app, notices
 from transplant.hosts.sdnext.base import HostBase, of_pipeline
 from transplant.hosts.sdnext.calls import LOADED, Call, Held, chosen, held_in
@@ -90,6 +90,9 @@ def _choose(kind: SlotKind, pipeline: Any, is_loading: bool) -> bool:
         return _keep(kind, held, refusal)
     if held is not None and _holds(held, override):
         return True
+    if held is None and kind is SECONDARY and override is not None and _lacks_second(pipeline):
+        why = f"{override.name} is not used: the {type(pipeline).__name__} that is loaded has no second transformer"
+        return _keep(kind, None, TransplantError(why))
     if held is None and (override is None or not has_unet):
         return False
     if override is not None and not takes(override.path):
@@ -128,6 +131,13 @@ def _swap(kind: SlotKind, pipeline: Any, held: Held | None, override: Override |
     _install(pipeline, component, built.transformer, is_loading)
     log.info("%s is in place of the %s of %s", override.name, component, type(pipeline).__name__)
     return True
+
+
+def _lacks_second(pipeline: Any) -> bool:
+    """Whether a pipeline whose first slot we filled has nothing for the second."""
+    first = held_in(pipeline, PRIMARY)
+    names = [name for name in SECONDARY.components if first and name != first.component]
+    return first is not None and all(getattr(pipeline, name, None) is None for name in names)
 
 
 def _planned(pipeline: Any, call: Call | None, override: Override) -> LoadPlan:
