@@ -321,6 +321,21 @@ def test_routes_are_in_the_hosts_api():
     assert (told["selected"], told["loaded"]) == ("Default", "Default") and "Wan" in told["refused"]
 
 
+def test_the_tab_tells_what_a_file_is_and_what_the_slots_hold():
+    from transplant.hosts.sdnext import tab
+
+    ((blocks, title, elem_id),) = TABS
+    assert (title, elem_id) == ("Transplant", "transplant") and isinstance(blocks, gradio.Blocks)
+    load("z-image")
+    post(sd_unet="zi-comfyui")
+    post(sd_unet="wan-a")
+    html = tab.show("zi.gguf", "sd_unet")
+    assert "can be loaded" in html and "zi-comfyui" in html and "zi-comfyui stays loaded" in html
+    assert "web page" in tab.show("broken", "sd_unet")
+    update, _ = tab.refreshed("gone", "sd_unet")
+    assert update["value"] is None and "zi.gguf" in update["choices"]
+
+
 # Refusals
 
 

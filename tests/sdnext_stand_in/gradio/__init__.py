@@ -5,14 +5,50 @@ from types import SimpleNamespace
 
 from gradio import context
 
-
-class Checkbox: ...
-
-
-class Dropdown: ...
+__version__ = "3.43.2"
 
 
-class Textbox: ...
+class Component:
+    """A component, or a block that holds some; its events are kept with what they are bound to."""
+
+    def __init__(self, *args, **kwargs):
+        self.args, self.events = args, {}
+
+    def input(self, function, inputs=None, outputs=None, api_name=None, show_progress="full", queue=None):
+        self.events["input"] = function
+
+    def click(self, function, inputs=None, outputs=None, api_name=None, show_progress="full", queue=None):
+        self.events["click"] = function
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_): ...
+
+
+class Blocks(Component): ...
+
+
+class Row(Component): ...
+
+
+class Checkbox(Component): ...
+
+
+class Dropdown(Component): ...
+
+
+class Radio(Component): ...
+
+
+class Button(Component): ...
+
+
+class HTML(Component): ...
+
+
+def update(**kwargs):
+    return kwargs
 
 
 shown: list[str] = []

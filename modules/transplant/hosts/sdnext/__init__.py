@@ -21,6 +21,7 @@ def register() -> None:
         (callbacks.on_before_process, pictures.before_process),
         (callbacks.on_after_process, pictures.after_process),
         (callbacks.on_app_started, on_app_started),
+        (callbacks.on_ui_tabs, on_ui_tabs),
     ):
         callbacks.remove_callbacks_for_function(function)
         add(function)
@@ -34,3 +35,14 @@ def on_app_started(*_: Any) -> None:
         add_routes()
     except Exception as error:  # the host boundary
         notices.fault("its API routes could not be added", error)
+
+
+def on_ui_tabs() -> list[tuple[Any, str, str]]:
+    """The host makes its page: our tab on it."""
+    try:
+        from transplant.hosts.sdnext.tab import tabs
+
+        return tabs()
+    except Exception as error:  # the host boundary
+        notices.fault("its tab could not be made", error)
+        return []

@@ -7,38 +7,27 @@ from typing import Any
 import gradio as gr
 
 from transplant.errors import TransplantError
+from transplant.hosts import inspector
+from transplant.hosts.inspector import HINT, QUIET
 from transplant.hosts.standalone import page
 from transplant.hosts.standalone.folders import find
-from transplant.hosts.standalone.generate_tab import QUIET
 from transplant.hosts.standalone.jobs import Notice, sentence
 from transplant.hosts.standalone.live import Follower, owner_of
 from transplant.hosts.standalone.models import BASE
 from transplant.hosts.standalone.report import report
 from transplant.hosts.standalone.worker import Worker
 from transplant.inspection import Inspection, inspect_file
-from transplant.options import option
-from transplant.slots import PRIMARY, SECONDARY, SLOTS
-
-HINT = "Choose a file: what it is stands in its header, and nothing is loaded."
+from transplant.slots import SECONDARY
 
 
 def draw(worker: Worker) -> list[Follower]:
     """Draw the tab."""
-    with gr.Row():
-        names = page.choices(list(worker.catalog.overrides), "")
-        file = gr.Dropdown(names, value=None, label="File", elem_id="inspect_file")
-        slot = gr.Radio(
-            [(option(kind.option).label, kind.option) for kind in SLOTS], value=PRIMARY.option, label="Slot",
-            elem_id="inspect_slot", visible=False,
-        )  # fmt: skip
-        use = gr.Button("Load it", elem_id="inspect_use", scale=0, min_width=120)
-    shown = gr.HTML(f"<p>{HINT}</p>", elem_id="inspect_report")
 
     def inspect(name: str | None, where: str, request: gr.Request) -> str:
         """What the header says at once; what it means for the base model follows from the queue."""
         path = find(worker.catalog.overrides, name or "")
         if path is None:
-            return f"<p>{HINT}</p>"
+            return HINT
         try:
             told = inspect_file(path).as_json()
         except TransplantError as error:
@@ -55,13 +44,13 @@ def draw(worker: Worker) -> list[Follower]:
         except TransplantError as error:
             worker.refuse(owner, error)
 
-    for event in (file.input, slot.input):
-        event(inspect, [file, slot], shown, **QUIET)
-    use.click(load, [file, slot], **QUIET)
+    drawn = inspector.draw(list(worker.catalog.overrides), inspect, "Load it", "inspect_use", slot=False)
+    file, slot = drawn.file, drawn.slot
+    drawn.button.click(load, [file, slot], **QUIET)
     return [
         Follower(file, lambda _: worker.revision, lambda _: gr.update(choices=list(worker.catalog.overrides))),
         Follower(slot, lambda _: worker.is_shown(SECONDARY.option), lambda two: gr.update(visible=two)),
-        Follower(shown, worker.answer, _update),
+        Follower(drawn.shown, worker.answer, _update),
     ]
 
 
