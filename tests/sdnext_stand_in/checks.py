@@ -280,17 +280,6 @@ def test_an_anima_that_is_refused_at_start_leaves_the_base_model():
     assert shared.opts.sd_unet == "Default" and "Z-Image" in errors()
 
 
-def test_the_hosts_own_sdnq_makes_the_layers():
-    saved(sd_unet="zi-fp8")
-    pipe = load("z-image")
-    layers = [module for module in pipe.transformer.modules() if hasattr(module, "sdnq_dequantizer")]
-    assert layers
-    assert {type(layer).__module__ for layer in layers} == {"modules.sdnq.layers"}
-    assert type(layers[0].sdnq_dequantizer).__module__ == "modules.sdnq.dequantizer"
-    assert type(pipe.transformer.quantization_config).__module__.startswith("modules.sdnq")
-    assert "sdnq" not in sys.modules
-
-
 def test_a_base_model_of_another_type_resets_each_slot():
     saved(sd_unet="wan-a", sd_unet_secondary="wan-b")
     load("wan")

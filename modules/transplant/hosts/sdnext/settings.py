@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from transplant import sdnq_package
 from transplant.checkpoint.reader import mmap_by_default
 from transplant.hosts.base import LoadSettings
 from transplant.hosts.sdnext import app
@@ -33,7 +32,6 @@ def load_settings(dtype: torch.dtype | None = None, quantize: QuantizeOnLoad | N
         dtype: the compute dtype that the host asks for; its usual one by default.
         quantize: how float files are quantized.
     """
-    _use_host_sdnq()
     devices = app.module("modules.devices")
     device = devices.device if app.option("diffusers_offload_mode", "none") == "none" else devices.cpu
     use_mmap = {"on": True, "off": False}.get(app.option("transplant_mmap", "auto"), mmap_by_default())
@@ -46,16 +44,6 @@ def load_settings(dtype: torch.dtype | None = None, quantize: QuantizeOnLoad | N
         quantize=quantize,
     )
     return LoadSettings(torch.device(device), dtype or devices.dtype, use_mmap, compute)
-
-
-def _use_host_sdnq() -> None:
-    """Let layers be made of the host's own copy of SDNQ, whose classes its LoRA, offload and save code know."""
-    try:
-        package = app.module("modules.sdnq")
-    except ImportError as error:
-        log.warning("Transplant: this host has no SDNQ of its own (%s)", error)
-        return
-    sdnq_package.use(package)
 
 
 def quantize_on_load(arguments: Mapping[str, Any]) -> QuantizeOnLoad | None:
