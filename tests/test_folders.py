@@ -209,3 +209,14 @@ def test_the_demo_script_is_not_made_twice(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     catalog.make_demo()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_folders_of_their_own_are_listed_instead(tmp_path: Path, hub: Path) -> None:
+    catalog = Catalog(tmp_path / "models", tmp_path / "demo")
+    write_override(tmp_path / "models" / "UNET" / "usual.safetensors")
+    write_override(tmp_path / "disk" / "files" / "elsewhere.safetensors")
+    write_base(tmp_path / "disk" / "bases" / "own")
+    catalog.refresh(True, str(tmp_path / "disk" / "bases"), str(tmp_path / "disk" / "files"))
+    assert (list(catalog.bases), list(catalog.overrides)) == (["own"], ["elsewhere"])
+    catalog.refresh(True, str(tmp_path / "disk" / "bases"))
+    assert (list(catalog.bases), list(catalog.overrides)) == (["own"], ["usual"])

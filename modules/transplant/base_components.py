@@ -66,7 +66,7 @@ def load_pipeline(
     lost = [name for name in base.components if not _is_in_place(pipeline, name, models)]
     if lost:
         raise BaseModelError(f"{base.path.name}: its {base.pipeline} came without {', '.join(lost)}")
-    return pipeline.to(settings.device)
+    return pipeline.to(settings.rests_on)
 
 
 def _assembled(base: BaseModel, models: Mapping[str, Any]) -> Any:
@@ -109,7 +109,7 @@ def load_component(base: BaseModel, name: str, settings: LoadSettings) -> Any:
     if base.components[name].library in ("diffusers", *OWN_MODULES) and is_saved_quantized(base.path / name):
         try:
             return load_folder(
-                base.path / name, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap,
+                base.path / name, dtype=settings.dtype, device=settings.rests_on, use_mmap=settings.use_mmap,
                 compute=settings.compute,
             )  # fmt: skip
         except OverrideArchMismatch as error:
@@ -121,7 +121,7 @@ def load_component(base: BaseModel, name: str, settings: LoadSettings) -> Any:
         )  # fmt: skip
     except _LIBRARY_ERRORS as error:
         raise BaseModelError(f"{base.path.name}: its {name} cannot be loaded ({error})") from error
-    return model.to(settings.device).eval()
+    return model.to(settings.rests_on).eval()
 
 
 def _class_of(base: BaseModel, name: str) -> Any:

@@ -130,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--frames", type=_whole(1, 1000), default=1, help="of a video, where the pipeline makes one")
     generate.add_argument("-o", "--output", type=_png, default=Path("out.png"), help="a .png file, default out.png")
     generate.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    generate.add_argument("--offload", choices=("none", "model", "group"), default="none", help="see docs/options.md")
+    generate.add_argument("--offload-stream", action="store_true", help="with group: the next layers come meanwhile")
     _loading_options(generate)
     generate.set_defaults(run=_generate)
     return parser
@@ -330,6 +332,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transplant.digest import Digests
     from transplant.generate import generate
     from transplant.hosts.base import PlainHost
+    from transplant.offload import Offload, refusal_on
     from transplant.pictures import png_bytes
     from transplant.pipeline import Session
     from transplant.request import Request, infotext
@@ -337,7 +340,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transplant.storage import write_atomically
 
     _check_writable(arguments.output.parent)
-    session = Session(PlainHost(_settings(arguments)))
+    offload = Offload(arguments.offload, arguments.offload_stream)
+    settings = _settings(arguments)
+    if offload.mode != "none" and (reason := refusal_on(settings.device)):
+        print(f"offloading has no effect: it {reason}", file=sys.stderr)
+    session = Session(PlainHost(settings.offloaded(offload)))
     files = [Override(title(file), file) if file else None for file in (arguments.unet, arguments.unet_secondary)]
     outcome = session.load_base(arguments.base, *files)
     if outcome.refused is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from transplant import offload
 from transplant.errors import LoadCancelled, TransplantError
 from transplant.request import Request
 from transplant.samplers import make_scheduler
@@ -89,6 +90,7 @@ def generate(
         except (ValueError, TypeError) as error:
             raise GenerationError(f"{type(pipeline).__name__}: {error}") from error
         finally:
+            offload.free(loaded)
             loaded.scheduler = own
             if guider is not None:
                 loaded.guider = guider

@@ -114,7 +114,7 @@ def inspect_over_base(file: Path | str, base: BaseModel, component: str, setting
         return replace(found, refusal=refusal)
     alternatives = tuple(_alternatives(planned, lambda compute: _plan(file, base, component, settings, compute)))
     return replace(
-        found, plan=planned, refusal=None, alternatives=alternatives, available_bytes=available_bytes(settings.device)
+        found, plan=planned, refusal=None, alternatives=alternatives, available_bytes=available_bytes(settings.rests_on)
     )
 
 
@@ -134,7 +134,7 @@ def _plan(file: Path | str, base: BaseModel, component: str, settings: LoadSetti
     from transplant.plan import plan
 
     return plan(
-        file, base, component=component, dtype=settings.dtype, device=settings.device, use_mmap=settings.use_mmap,
+        file, base, component=component, dtype=settings.dtype, device=settings.rests_on, use_mmap=settings.use_mmap,
         compute=compute,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def _alternatives(planned: LoadPlan, again: Callable[[Compute], LoadPlan]) -> li
 
     wanted = planned.compute
     plain = replace(wanted, fp8_storage=False, quantize=None)
-    support = support_on(planned.device)
+    support = support_on(planned.compute.runs_on or planned.device)
     settings = {
         "FP8 storage": replace(plain, fp8_storage=True),
         "int8 on load": replace(plain, quantize=QuantizeOnLoad("int8")),

@@ -58,7 +58,7 @@ class KeptModels:
         if found is None:
             return None
         models, loaded = found
-        return {name: model.to(key.settings.device) for name, model in models.items()}, loaded
+        return {name: model.to(key.settings.rests_on) for name, model in models.items()}, loaded
 
     def clear(self) -> None:
         """Let go of all."""

@@ -95,8 +95,8 @@ class Option:
             raise OptionError(self.key, value, f"there is no {value!r}; the choices are {shown or 'none yet'}")
 
 
-MODELS, LOADING, QUANTIZATION = "Models", "Loading", "Quantization"
-PICTURES, INTERFACE, TAKEOVERS = "Pictures", "User interface", "In SD.Next"
+MODELS, LOADING, OFFLOAD, FP8, QUANTIZATION = "Models", "Loading", "Offload", "FP8 storage", "Quantization"
+FOLDERS, PICTURES, INTERFACE, TAKEOVERS = "Folders", "Pictures", "User interface", "In SD.Next"
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -140,7 +140,17 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0, maximum=16,
     ),
     Option(
-        "fp8_storage", False, "FP8 storage", "checkbox", LOADING,
+        "diffusers_offload_mode", "none", "Model offload mode", "dropdown", OFFLOAD, ("none", "model", "group"),
+        "Where GPU memory is short: with model the parts of the pipeline rest in RAM and each comes whole while it "
+        "computes, with group layer by layer, which is slower and takes least. Needs CUDA or XPU.", "reload",
+    ),
+    Option(
+        "group_offload_stream", False, "Group offload with streams", "checkbox", OFFLOAD,
+        help="The next layers come while one computes: faster, on CUDA alone, with a pinned copy of the weights in "
+        "RAM.", effect="reload",
+    ),
+    Option(
+        "fp8_storage", False, "FP8 storage", "checkbox", FP8,
         help="Weights of Linears and convolutions rest in float8, half of bf16, and compute in the compute dtype. "
         "Needs CUDA or XPU; quantized files stay as they are.", effect="reload",
     ),
@@ -191,6 +201,17 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "sdnq_dequantize_compile", False, "Compile dequantization", "checkbox", QUANTIZATION,
         help="With torch.compile; needs Triton on a GPU or a C++ compiler on the CPU.", effect="restart",
+    ),
+    Option(
+        "diffusers_dir", "", "Folder with base models", "text", FOLDERS,
+        help="Empty for Diffusers in the models folder.",
+    ),
+    Option(
+        "unet_dir", "", "Folder with UNET files", "text", FOLDERS, help="Empty for UNET in the models folder.",
+    ),
+    Option(
+        "outdir_samples", "", "Folder for pictures", "text", FOLDERS, help="Empty for outputs in the data folder.",
+        effect="restart",
     ),
     Option(
         "samples_save", True, "Save every picture", "checkbox", PICTURES,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from transplant import offload
 from transplant.base_components import load_component, load_pipeline, weight_bytes
 from transplant.base_model import BaseModel, read_base
 from transplant.build import Progress, build
@@ -174,6 +175,16 @@ class Session:
         patterns = {name: spec_for(self.base, name).fp8_skip_patterns for name in models} if self.base else {}
         return outlook(models, patterns, settings.device, settings.compute.fp8_storage)
 
+    @property
+    def placement(self) -> str:
+        """Where and in which dtype the transformer computes, for people; "" while nothing is loaded."""
+        component = PRIMARY.component_in(self.base) if self.base and self.pipeline is not None else None
+        if component is None:
+            return ""
+        settings = self._loaded_with[component]
+        rest = "" if settings.offload.mode == "none" else f", offloaded ({settings.offload.mode})"
+        return f"{str(settings.dtype).removeprefix('torch.')} on {settings.device}{rest}"
+
     def unload(self) -> None:
         """Free the pipeline, and what was kept beside it."""
         self._kept.clear()
@@ -202,7 +213,7 @@ class Session:
         try:
             planned = plan(
                 override.path, base, component=component, dtype=settings.dtype,
-                device=settings.device, use_mmap=settings.use_mmap, compute=settings.compute,
+                device=settings.rests_on, use_mmap=settings.use_mmap, compute=settings.compute,
             )  # fmt: skip
         except OverrideArchMismatch as error:
             log.warning("%s", error)
@@ -219,9 +230,11 @@ class Session:
         for sibling in before.loaded.siblings if before.loaded else ():
             if sibling not in models:  # the old file's sibling goes with it
                 models[sibling] = load_component(base, sibling, self._host.load_settings())
+        offload.disable(self.pipeline)
         self._keep(base, choice.component, before.loaded)
         self._loaded_with[choice.component] = settings
         self._install(models)
+        self._offload()
         self._settle([choice], {choice.kind.name: loaded})
         models.clear()
         _free_memory()
@@ -234,6 +247,7 @@ class Session:
                 _free_memory()
             if needed > self._available():
                 undo.callback(self._restore, base, before)
+                offload.disable(self.pipeline)
                 self._install({choice.component: None})
                 _free_memory()
             loaded = self._load(base, choice, self._host.cancelled)
@@ -257,6 +271,7 @@ class Session:
         choice = self._choice(base, before.kind, before.loaded.override if before.loaded else None)
         models, loaded = self._load(base, choice, _never)
         self._install(models)
+        self._offload()
         self._settle([choice], {before.kind.name: loaded})
 
     def _load_again(self, base: BaseModel, slots: Mapping[str, Slot]) -> None:
@@ -295,6 +310,8 @@ class Session:
             self._loaded_with[choice.component] = self._settings()
             if choice.component not in given:
                 self._rest_in_fp8(base, choice.component, getattr(pipeline, choice.component))
+        settings = self._settings()
+        offload.enable(pipeline, settings.offload, settings.device)
         return pipeline, loaded, taken
 
     def _load(self, base: BaseModel, choice: _Choice, cancelled: Callable[[], bool]) -> tuple[dict[str, Any], Loaded]:
@@ -330,8 +347,12 @@ class Session:
         for component, model in models.items():
             setattr(self.pipeline, component, model)
 
+    def _offload(self) -> None:
+        settings = self._settings()
+        offload.enable(self.pipeline, settings.offload, settings.device)
+
     def _available(self) -> int:
-        return available_bytes(self._host.load_settings().device)
+        return available_bytes(self._host.load_settings().rests_on)
 
 
 def _failed(choice: _Choice, error: OverrideArchMismatch) -> Failure:

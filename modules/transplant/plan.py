@@ -257,7 +257,7 @@ def _ignored(draft: Draft, cls: type, spec: TransformerSpec) -> tuple[str, ...]:
         told.append("quantization on load changes nothing: the weights are already quantized and stay as they are")
     if draft.compute.fp8_storage and (draft.layers or draft.quantizes):
         told.append("FP8 storage has no effect: the weights are already quantized and stay as they are")
-    elif draft.compute.fp8_storage and not (support := support_on(draft.device)).possible:
+    elif draft.compute.fp8_storage and not (support := support_on(draft.runs_on)).possible:
         told.append(f"FP8 storage has no effect: it {support.reason}")
     elif draft.compute.fp8_storage and is_unknown(cls, spec.fp8_skip_patterns):
         told.append(unknown_text(cls))

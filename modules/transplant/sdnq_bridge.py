@@ -69,6 +69,7 @@ class Compute:
         dequantize_fp32: keep fp32 scales and dequantize in fp32; else in the compute dtype.
         fp8_storage: let the plain weights of Linears and convolutions rest in float8_e4m3fn.
         quantize: quantize the Linears of float files while they load; None to leave them.
+        runs_on: the device that computes, where weights rest on another one; None where they do not.
     """
 
     quantized_matmul: str = ""
@@ -76,6 +77,7 @@ class Compute:
     dequantize_fp32: bool = True
     fp8_storage: bool = False
     quantize: QuantizeOnLoad | None = None
+    runs_on: torch.device | None = None
 
 
 def portable_for(compute: Compute, device: torch.device, capability: tuple[int, int] | None) -> Portable:
@@ -94,7 +96,8 @@ def portable_for(compute: Compute, device: torch.device, capability: tuple[int, 
 
 
 def portable_on(compute: Compute, device: torch.device) -> Portable:
-    """portable_for a device of this machine."""
+    """portable_for a device of this machine, where the weights rest."""
+    device = compute.runs_on or device
     present = device.type == "cuda" and torch.cuda.is_available()
     return portable_for(compute, device, torch.cuda.get_device_capability(device) if present else None)
 

@@ -63,9 +63,14 @@ class Draft:
     compute: Compute
 
     @property
+    def runs_on(self) -> torch.device:
+        """Where the layers compute."""
+        return self.compute.runs_on or self.device
+
+    @property
     def rests_in_fp8(self) -> bool:
         """Whether plain weights are to rest in fp8: wanted, possible, and the file is not quantized already."""
-        return self.compute.fp8_storage and not self.layers and support_on(self.device).possible
+        return self.compute.fp8_storage and not self.layers and support_on(self.runs_on).possible
 
     @property
     def quantizes(self) -> QuantizeOnLoad | None:

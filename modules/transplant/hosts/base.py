@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
 
 from transplant.checkpoint.reader import mmap_by_default
 from transplant.errors import OptionError
+from transplant.offload import RAM, Offload, refusal_on
 from transplant.sdnq_bridge import Compute, QuantizeOnLoad
 
 
@@ -24,6 +25,7 @@ class LoadSettings:
         use_mmap: whether weights may stay views of their file.
         compute: how quantized layers compute.
         keep: how many transformers that were swapped out stay in RAM.
+        offload: whether they rest in RAM and come to the device while they compute.
     """
 
     device: torch.device
@@ -31,6 +33,18 @@ class LoadSettings:
     use_mmap: bool
     compute: Compute = field(default_factory=Compute)
     keep: int = 0
+    offload: Offload = field(default_factory=Offload)
+
+    @property
+    def rests_on(self) -> torch.device:
+        """Where models lie while they do not compute."""
+        return self.device if self.offload.mode == "none" else RAM
+
+    def offloaded(self, offload: Offload) -> LoadSettings:
+        """These settings with offloading, where it does anything on the device."""
+        if offload.mode == "none" or refusal_on(self.device):
+            return self
+        return replace(self, offload=offload, compute=replace(self.compute, runs_on=self.device))
 
 
 class Host(Protocol):

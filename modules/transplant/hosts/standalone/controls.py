@@ -81,7 +81,7 @@ def _info(worker: Worker, option: Option, with_help: bool) -> str:
 def _is_enabled(worker: Worker, option: Option) -> bool:
     """Off only where it would do nothing; what is on can always be switched off."""
     note = worker.notes.get(option.key)
-    return note is None or note.enabled or bool(worker.shown(option.key))
+    return note is None or note.enabled or worker.shown(option.key) != option.default
 
 
 def shown_while_of_use(worker: Worker, option: Option, component: Block) -> list[Follower]:

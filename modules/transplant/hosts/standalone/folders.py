@@ -44,26 +44,27 @@ def _has_index(folder: Path) -> bool:
     return any((folder / name).is_file() for name in INDEXES)
 
 
-def list_bases(models_dir: Path, include_hub_cache: bool) -> dict[str, Path]:
+def list_bases(models_dir: Path, include_hub_cache: bool, folder: Path | None = None) -> dict[str, Path]:
     """Base models by name, sorted.
 
     Args:
         models_dir: the folder that holds `Diffusers`, whose subfolders are searched too. A folder there may
             be a diffusers pipeline or a repository in the layout of the Hugging Face cache.
         include_hub_cache: also list what lies in the user's own Hugging Face cache.
+        folder: another folder instead of that `Diffusers`.
 
     Returns:
         Folders that hold a model_index.json, named by folder, by relative path where folder names collide,
         and `org/name` for repositories of a cache.
     """
-    root = models_dir / BASES
+    root = folder or models_dir / BASES
     plain: list[Path] = []
     repositories: list[Path] = []
-    for folder, _ in _walk(root):
-        if folder.name.startswith("models--"):
-            repositories.append(folder)
-        elif folder != root and _has_index(folder):
-            plain.append(folder)
+    for found, _ in _walk(root):
+        if found.name.startswith("models--"):
+            repositories.append(found)
+        elif found != root and _has_index(found):
+            plain.append(found)
     if include_hub_cache:
         repositories += sorted(Path(constants.HF_HUB_CACHE).glob("models--*"))
     named = _named(root, plain, (), lambda path: path.name)
@@ -74,21 +75,22 @@ def list_bases(models_dir: Path, include_hub_cache: bool) -> dict[str, Path]:
     return _sorted(named)
 
 
-def list_overrides(models_dir: Path) -> dict[str, Path]:
+def list_overrides(models_dir: Path, folder: Path | None = None) -> dict[str, Path]:
     """Files that can be chosen in place of a transformer, by name, sorted.
 
     Args:
         models_dir: the folder that holds `UNET`, whose subfolders are searched too.
+        folder: another folder instead of that `UNET`.
 
     Returns:
         Files named by stem, by relative path with suffix where stems collide. A checkpoint in several files is one
         entry: its first file, its index, or the folder that diffusers saved the model in.
     """
-    root = models_dir / OVERRIDES
+    root = folder or models_dir / OVERRIDES
     found: list[Path] = []
-    for folder, entries in _walk(root):
+    for place, entries in _walk(root):
         files = [entry for entry in entries if entry.name.lower().endswith(SUFFIXES) and entry.is_file()]
-        found += choices(folder, files, is_root=folder == root)
+        found += choices(place, files, is_root=place == root)
     return _sorted(_named(root, found, RESERVED, title))
 
 
@@ -104,12 +106,15 @@ class Catalog:
         models_dir: the user's models folder.
         demo_dir: the models folder that the demo is made in.
         inventory: what the overrides are.
+        bases_dir: the folder with base models.
+        overrides_dir: the folder with overrides.
     """
 
     def __init__(self, models_dir: Path, demo_dir: Path, inventory: Inventory | None = None) -> None:
         self.models_dir = models_dir
         self.demo_dir = demo_dir
         self.inventory = inventory or Inventory()
+        self.bases_dir, self.overrides_dir = models_dir / BASES, models_dir / OVERRIDES
         self._bases: dict[str, Path] = {}
         self._overrides: dict[str, Path] = {}
         self._seen: dict[str, Entry] = {}
@@ -147,9 +152,12 @@ class Catalog:
         """Whether there is nothing to load, not even a demo that was made before."""
         return not self.bases
 
-    def refresh(self, include_hub_cache: bool) -> None:
-        """Look at the folders again."""
-        bases, overrides = list_bases(self.models_dir, include_hub_cache), list_overrides(self.models_dir)
+    def refresh(self, include_hub_cache: bool, bases_dir: str = "", overrides_dir: str = "") -> None:
+        """Look at the folders again; at others than those of the models folder where they are given."""
+        self.bases_dir = Path(bases_dir) if bases_dir else self.models_dir / BASES
+        self.overrides_dir = Path(overrides_dir) if overrides_dir else self.models_dir / OVERRIDES
+        bases = list_bases(self.models_dir, include_hub_cache, self.bases_dir)
+        overrides = list_overrides(self.models_dir, self.overrides_dir)
         if not bases:
             bases = list_bases(self.demo_dir, False)
             overrides = _sorted({**list_overrides(self.demo_dir), **overrides}) if bases else overrides
@@ -167,7 +175,7 @@ class Catalog:
         except OSError as error:
             raise TransplantError(
                 f"the demo cannot be written to {self.demo_dir} ({error.strerror}); "
-                f"put a base model into {self.models_dir / BASES}"
+                f"put a base model into {self.bases_dir}"
             ) from error
 
 

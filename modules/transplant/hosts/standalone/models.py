@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transplant.digest import Digests
 from transplant.errors import TransplantError, printable
-from transplant.hosts.standalone.folders import BASES, OVERRIDES, Catalog, find, list_bases, list_overrides
+from transplant.hosts.standalone.folders import Catalog, find, list_bases, list_overrides
 from transplant.hosts.standalone.jobs import Job, Notice, sentence
 from transplant.hosts.standalone.settings import Settings
 from transplant.samplers import sampler_names
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transplant")
 
-BASE, FP8 = "sd_model_checkpoint", "fp8_storage"
+BASE, FP8, OFFLOAD = "sd_model_checkpoint", "fp8_storage", "diffusers_offload_mode"
+NOTED = (FP8, OFFLOAD)
+"""Options whose effect depends on what is loaded, and where."""
 SLOT_OF = {kind.option: kind for kind in SLOTS}
 """The slot behind each option."""
 
@@ -150,9 +152,9 @@ class Models:
         path = find(self._catalog.bases, name)
         if path is None:
             self.missing = frozenset({name})
-            folder = self._catalog.models_dir / BASES
             raise TransplantError(
-                f"the base model {name} is missing from {folder}: put it back and refresh, or choose another"
+                f"the base model {name} is missing from {self._catalog.bases_dir}: "
+                "put it back and refresh, or choose another"
             )
         told: list[Notice] = []
         chosen = self._chosen(path, wanted, told)
@@ -216,7 +218,9 @@ class Models:
         """Load what is loaded again, with the settings of now."""
         if self.holding is None:
             return None
-        return self.load_base(self.holding.base, {})
+        notice = self.load_base(self.holding.base, {})
+        useless = self._settings.get(OFFLOAD) != "none" and not self.notes[OFFLOAD].enabled
+        return notice or (Notice("info", f"Offloading: {self.notes[OFFLOAD].text}") if useless else None)
 
     def picture_names(self) -> dict[str, str]:
         """What made a picture, for its metadata: base model, and each file with its hash."""
@@ -266,12 +270,11 @@ class Models:
         return None if path is None or name == DEFAULT else Override(name, path)
 
     def _lacking(self, missing: frozenset[str]) -> Notice:
-        folder = self._catalog.models_dir / OVERRIDES
         names, verb = " and ".join(sorted(missing)), "is" if len(missing) == 1 else "are"
         return Notice(
             "warning",
-            f"The override {names} {verb} missing from {folder}. The base model's own transformer is loaded; "
-            "put the file back and refresh, or choose another.",
+            f"The override {names} {verb} missing from {self._catalog.overrides_dir}. The base model's own transformer "
+            "is loaded; put the file back and refresh, or choose another.",
         )
 
     def _refusal(self, outcome: Outcome, kind: SlotKind | None = None) -> list[Notice]:
@@ -291,7 +294,7 @@ class Models:
 
         session = self.session()
         fp8 = session.fp8_outlook()
-        self.notes = {FP8: Note(fp8.text, fp8.possible)}
+        self.notes = {FP8: Note(fp8.text, fp8.possible), OFFLOAD: self._offload_note()}
         if session.base is None or session.pipeline is None:
             self.holding = None
             return
@@ -304,15 +307,20 @@ class Models:
             overrides[key], selected[key] = name_of(slot.loaded), slot.selected
             if slot.loaded and slot.loaded.override:
                 self._digests.start(slot.loaded.override.path)
-        how = f"{str(session.pipeline.dtype).removeprefix('torch.')} on {session.pipeline.device}"
         base = self._names[session.base.path]
         self.holding = Holding(
-            base, session.base.pipeline, spec_for(session.base).name, overrides, how,
+            base, session.base.pipeline, spec_for(session.base).name, overrides, session.placement,
             tuple(sampler_names(cast("Any", session.pipeline).scheduler)), makes_video(session.pipeline),
         )  # fmt: skip
         kept = {key for key in SLOT_OF if self._settings.get(key) in self.missing}
         if not self.keep_settings:
             self._save({BASE: base, **{key: name for key, name in selected.items() if key not in kept}})
+
+    def _offload_note(self) -> Note:
+        from transplant.offload import refusal_on
+
+        reason = refusal_on(self._host.load_settings().device)
+        return Note(f"No effect: {reason}." if reason else "", not reason)
 
     def _forget_demo(self) -> None:
         """Settings that name the demo count as not set once it is not offered any more."""

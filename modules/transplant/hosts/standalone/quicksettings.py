@@ -9,7 +9,7 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone import controls
 from transplant.hosts.standalone.live import Follower, follow, owner_of
-from transplant.hosts.standalone.models import FP8
+from transplant.hosts.standalone.models import NOTED
 from transplant.hosts.standalone.worker import Worker
 from transplant.options import OPTIONS, Option
 from transplant.slots import PRIMARY, SECONDARY
@@ -31,7 +31,7 @@ def draw(worker: Worker) -> None:
         component, followed = _control(worker, option)
         _bind(worker, option, component)
         followers += followed
-        if option.key == FP8:
+        if option.key in NOTED:
             followers.append(controls.note_follower(worker, option, component, with_help=False))
     follow(followers)
 

@@ -157,11 +157,12 @@ def _run(arguments: Arguments, listener: socket.socket) -> None:
     log.setLevel(logging.INFO)
     log.handlers[:] = [lines, console]
     log.propagate = False
-    pictures = PictureStore(arguments.data_dir / "outputs")
+    settings = Settings(arguments.data_dir / "config.json")
+    pictures = PictureStore(Path(settings.get("outdir_samples") or arguments.data_dir / "outputs"))
     os.environ["GRADIO_TEMP_DIR"] = str(pictures.temporary / "gradio")
     cache = arguments.data_dir / "cache"
     worker = Worker(
-        Settings(arguments.data_dir / "config.json"),
+        settings,
         Catalog(arguments.models_dir, arguments.data_dir / "demo" / "models", Inventory(cache / "inventory.json")),
         pictures, Digests(cache / "digests.json"), arguments.device, arguments.dtype,
     )  # fmt: skip
@@ -200,7 +201,7 @@ def application(arguments: Arguments, worker: Worker, lines: Any) -> Any:
     style, script = ROOT / "style.css", ROOT / "javascript" / "transplant.js"
     mounted = gr.mount_gradio_app(
         app, ui.build(worker, lines), path="/", auth=arguments.login,
-        allowed_paths=[str(arguments.data_dir / "outputs")], footer_links=[],
+        allowed_paths=[str(worker.pictures.outputs)], footer_links=[],
         app_kwargs=hidden,
         ssr_mode=False, show_error=True, enable_monitoring=False, pwa=False, mcp_server=False,
         theme=ui.theme(), css_paths=[style] if style.is_file() else None,

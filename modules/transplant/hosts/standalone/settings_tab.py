@@ -10,7 +10,7 @@ from transplant.errors import TransplantError
 from transplant.hosts.standalone import controls, page, quicksettings
 from transplant.hosts.standalone.jobs import Notice, sentence
 from transplant.hosts.standalone.live import Follower, follow, owner_of
-from transplant.hosts.standalone.models import FP8
+from transplant.hosts.standalone.models import NOTED
 from transplant.hosts.standalone.worker import Worker
 from transplant.options import OPTIONS, Option, option
 
@@ -62,6 +62,6 @@ def _follow(worker: Worker, shown: list[Option], components: list[Any]) -> None:
         followers.append(controls.changed_follower(worker, known, one))
         if known.choices in ("bases", "overrides"):
             followers += [controls.follower(worker, known, one), *controls.shown_while_of_use(worker, known, one)]
-        elif known.key == FP8:
+        elif known.key in NOTED:
             followers.append(controls.note_follower(worker, known, one, with_help=True))
     follow(followers)

@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transplant import options
 from transplant.base_model import read_base
 from transplant.digest import Digests
-from transplant.errors import TransplantError
+from transplant.errors import OptionError, TransplantError
 from transplant.hosts.standalone import page
 from transplant.hosts.standalone.compare import Comparison, compare
 from transplant.hosts.standalone.folders import Catalog, find
 from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Kind, Notice, Saved, sentence
-from transplant.hosts.standalone.models import BASE, SLOT_OF, Holding, Models, Note
+from transplant.hosts.standalone.models import BASE, OFFLOAD, SLOT_OF, Holding, Models, Note
 from transplant.hosts.standalone.recall import Recalled, recall
 from transplant.hosts.standalone.settings import Settings
 from transplant.options import OPTIONS, option
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("transplant")
 
 MODULES_DTYPE = "sdnq_modules_dtype_dict"
+LISTED = ("transplant_hub_cache", "diffusers_dir", "unet_dir")
+"""Options that say what is listed."""
+FOLDERS = {known.key for known in OPTIONS if known.section == options.FOLDERS}
 
 
 class Worker:
@@ -44,6 +48,7 @@ class Worker:
     Attributes:
         settings: the option store.
         catalog: what can be chosen.
+        pictures: where pictures go.
         queue: the jobs.
         models: what is loaded; its methods are for the worker's thread alone.
         revision: changes whenever something that a control shows may have changed.
@@ -61,10 +66,10 @@ class Worker:
         """`dtype` stands above the option of that name, for this run."""
         self.settings = settings
         self.catalog = catalog
+        self.pictures = pictures
         self.queue = JobQueue(self._bump)
         self.models = Models(self, settings, catalog, digests, self._look_again)
         self.revision = 0
-        self._pictures = pictures
         self._digests = digests
         self._device = device
         self._dtype = dtype
@@ -125,7 +130,7 @@ class Worker:
             self.catalog.described()
             self._bump()
 
-        self.catalog.refresh(self.settings.get("transplant_hub_cache"))
+        self.catalog.refresh(*(self.settings.get(key) for key in LISTED))
         self._bump()
         threading.Thread(target=look, daemon=True, name="transplant-inventory").start()
 
@@ -146,6 +151,9 @@ class Worker:
             from transplant.hosts.base import modules_by_dtype
 
             modules_by_dtype(MODULES_DTYPE, checked[MODULES_DTYPE])
+        for key in FOLDERS & checked.keys():
+            if checked[key] and not (Path(checked[key]).is_absolute() and Path(checked[key]).is_dir()):
+                raise OptionError(key, checked[key], "must be the full path of a folder that is there, or empty")
         return checked
 
     def set_options(self, owner: str, values: Mapping[str, object]) -> list[str]:
@@ -170,7 +178,7 @@ class Worker:
         except OSError as error:
             reason = f"{self.settings.path} cannot be written ({error.strerror})"
             raise TransplantError(f"{reason}: nothing was saved") from error
-        if "transplant_hub_cache" in changed:
+        if not set(LISTED).isdisjoint(changed):
             self._look_again()
         self._bump()
         again = any(option(key).effect == "reload" for key in changed)
@@ -215,7 +223,7 @@ class Worker:
             self.checked({comparison.slot: file})
 
         def work(job: Job) -> Notice | None:
-            return compare(job, comparison, self.models, self.settings, self._pictures, self.cancelled)
+            return compare(job, comparison, self.models, self.settings, self.pictures, self.cancelled)
 
         return self._submit(owner, f"Comparing {len(comparison.files)} files", work, kind="comparison")
 
@@ -271,13 +279,15 @@ class Worker:
     def load_settings(self) -> LoadSettings:
         """See Host. Raises TransplantError where this machine has no such device."""
         from transplant.hosts.base import compute_from, default_settings
+        from transplant.offload import Offload
 
         use_mmap = {"on": True, "off": False}.get(self.settings.get("transplant_mmap"))
         try:
             compute = compute_from(self.settings.get)
             dtype = self._dtype or self.settings.get("cuda_dtype")
             settings = default_settings(self._device, dtype, use_mmap, compute)
-            return replace(settings, keep=self.settings.get("unet_cache"))
+            offload = Offload(self.settings.get(OFFLOAD), self.settings.get("group_offload_stream"))
+            return replace(settings, keep=self.settings.get("unet_cache")).offloaded(offload)
         except (ValueError, RuntimeError) as error:
             raise TransplantError(f"{error}: start with another --device") from error
 
@@ -359,7 +369,7 @@ class Worker:
         names, keep = self.models.picture_names(), self.settings.get("samples_save")
         for picture in generate(pipeline, request, on_step=on_step, cancelled=self.cancelled):
             text = infotext(request, picture.seed, names)
-            path = self._pictures.save(picture, text, keep)
+            path = self.pictures.save(picture, text, keep)
             job.pictures = (*job.pictures, Saved(path, text))
             log.info("%s: %s", path.name, " / ".join(text.splitlines()))
 
