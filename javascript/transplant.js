@@ -29,6 +29,27 @@
         }
     }
 
+    // What is done, for screen readers: they hear a change of text in a region that was there before, and Gradio puts
+    // a new one in the place of the old. Once for each job, not for every step of it.
+    const told = Object.assign(document.createElement("div"), { id: "transplant_told", className: "tp-spoken" });
+    told.setAttribute("role", "status");
+
+    // Gradio leaves a button around the comparison without a name, and names what is empty without saying what it is.
+    const unnamed = "#compare_result .image-container > button:not([aria-label])";
+    const empty = "#txt2img_gallery .empty:not([role]), #compare_result .empty:not([role])";
+
+    function onChange() {
+        if (!told.isConnected) document.body?.append(told);
+        const now = document.querySelector("#transplant_progress [data-told]")?.dataset.told ?? "";
+        if (now !== told.textContent) told.textContent = now;
+        for (const button of document.querySelectorAll(unnamed)) button.setAttribute("aria-label", "The comparison");
+        for (const place of document.querySelectorAll(empty)) {
+            place.setAttribute("role", "note");
+            place.setAttribute("aria-label", "No picture yet");
+        }
+    }
+
+    new MutationObserver(onChange).observe(document.documentElement, { childList: true, subtree: true });
     document.addEventListener("keydown", onKey, true);
     document.addEventListener("input", onSearch, true);
 })();

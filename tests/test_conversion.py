@@ -37,6 +37,7 @@ from transplant.plan import plan
 from transplant.saved import load_folder
 from transplant.sdnq_bridge import QuantizeOnLoad
 from transplant.slots import Override
+from transplant.storage import exchange
 
 ROOT = Path(__file__).parent.parent
 CONFIG = tiny_z_image_config(dim=192, n_layers=1)
@@ -200,6 +201,46 @@ transplant.convert({str(plain)!r}, {str(tmp_path / "out")!r}, base={str(base)!r}
     assert len(leftovers(tmp_path)) == 1  # nobody could tidy up after a kill; its name says what it is
     assert leftovers(tmp_path)[0].endswith(".partial")
     assert convert(plain, tmp_path / "out", base=base).nbytes > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere two renames are needed where a folder is replaced")
+@pytest.mark.parametrize("step", range(3))
+def test_killed_at_any_step_of_replacing(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL before and after the two models change places: under the folder's name is a whole one, old or new."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "weights"):
+            (tmp_path / name / file).write_text(name)
+    done = iter(range(9))
+
+    def killing(one: Path, other: Path) -> bool:
+        if next(done) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = exchange(one, other)
+        if next(done) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    monkeypatch.setattr(conversion, "exchange", killing)
+    child = os.fork()
+    if child == 0:
+        conversion._put_in_place(tmp_path / "new", tmp_path / "old")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if step < 2 else 0)
+    assert {file.read_text() for file in (tmp_path / "old").iterdir()} == ({"old"} if step == 0 else {"new"})
+    assert len(list((tmp_path / "old").iterdir())) == 2
+
+
+def test_folders_change_names_in_one_step(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "letter").write_text(name)
+    if exchange(tmp_path / "a", tmp_path / "b"):
+        assert [(tmp_path / name / "letter").read_text() for name in "ab"] == ["b", "a"]
+    else:
+        assert sys.platform != "linux"
+    assert not exchange(tmp_path / "a", tmp_path / "nothing")
 
 
 def test_command_line(nvfp4: Path, base: Path, tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ def test_a_pipeline_without_an_order_of_models_is_offloaded_by_groups(
 
 
 @pytest.mark.parametrize(
-    ("device", "told"), [("cpu", "needs CUDA or XPU, the models run on cpu"), ("mps", "mps"), ("cuda:1", ""), ("xpu", "")]
+    ("device", "told"),
+    [("cpu", "needs CUDA or XPU, the models run on cpu"), ("mps", "mps"), ("cuda:1", ""), ("xpu", "")],
 )
 def test_where_it_acts(device: str, told: str) -> None:
     reason = refusal_on(torch.device(device))

@@ -78,10 +78,14 @@ def test_each_slot_is_chosen_drawn_with_and_named_on_its_own(studio: Studio) -> 
     studio.set(sd_unet="b", sd_unet_secondary="a")
     assert held(studio) == ("two", "b", "a")
     pictures["swapped"] = pixels(draw(studio))
-    studio.set(sd_unet="b", sd_unet_secondary="None")  # SD.Next's other word for Default
+    studio.set(sd_unet_secondary="b")
+    job = draw(studio)
+    pictures["the same twice"] = pixels(job)
+    assert all(text in job.pictures[0].infotext for text in ("UNET: b, UNET hash: ", "UNET secondary: b, "))
+    studio.set(sd_unet_secondary="None")  # SD.Next's other word for Default
     pictures["first"] = pixels(draw(studio))
     assert held(studio) == ("two", "b", "Default")
-    assert len(set(pictures.values())) == 5
+    assert len(set(pictures.values())) == 6
     studio.set(sd_unet="Default")
     assert pixels(draw(studio)) == pictures["own"]
 

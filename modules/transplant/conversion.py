@@ -20,6 +20,7 @@ from transplant.load_plan import LoadPlan
 from transplant.plan import plan
 from transplant.saved import CONFIG
 from transplant.sdnq_bridge import Compute, QuantizeOnLoad
+from transplant.storage import exchange
 
 if TYPE_CHECKING:
     import torch
@@ -182,10 +183,12 @@ def _save(built: Built, folder: Path, shard_bytes: int) -> None:
 
 
 def _put_in_place(work: Path, out: Path) -> None:
-    """Rename the finished folder; what was there goes after it."""
+    """Rename the finished folder; what was there goes after it, and only where nothing else works before it."""
     if not out.exists():
         os.replace(work, out)
         return
+    if exchange(work, out):
+        return  # what was there now has the name of the work, and goes as that does
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
     os.replace(out, old / "folder")
     try:

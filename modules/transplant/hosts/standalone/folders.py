@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from huggingface_hub import constants
 
+from transplant.architectures.detect import TRANSFORMER
 from transplant.base_model import INDEXES, BaseModel, read_base
 from transplant.checkpoint.shards import INDEX, choices, title
 from transplant.errors import BaseModelError, TransplantError, printable, sample
@@ -26,8 +27,8 @@ from transplant.slots import DEFAULT, NONE
 
 log = logging.getLogger("transplant")
 
-BASES, OVERRIDES = "Diffusers", "UNET"
-"""Subfolders of a models folder, SD.Next's own."""
+BASES, OVERRIDES, CHECKPOINTS = "Diffusers", "UNET", "Stable-diffusion"
+"""Subfolders of a models folder, SD.Next's own; the last one is for whole models in one file, which are not used."""
 
 SUFFIXES = (".safetensors", ".gguf", INDEX)
 RESERVED = (DEFAULT, NONE)
@@ -117,6 +118,7 @@ class Catalog:
         self.bases_dir, self.overrides_dir = models_dir / BASES, models_dir / OVERRIDES
         self._bases: dict[str, Path] = {}
         self._overrides: dict[str, Path] = {}
+        self._entries: dict[str, str] = {}
         self._seen: dict[str, Entry] = {}
         self._lock = threading.Lock()
 
@@ -131,6 +133,26 @@ class Catalog:
         """Overrides by name."""
         with self._lock:
             return dict(self._overrides)
+
+    def entry(self, name: str) -> str:
+        """The entry that a name means: a file also goes by its path in its folder. Else the name itself."""
+        with self._lock:
+            listed = _normal(name) in self._bases or _normal(name) in self._overrides
+            return _normal(name) if listed else self._entries.get(_normal(name), _normal(name))
+
+    def alike(self, name: str) -> list[str]:
+        """Entries of several files that have this one name, so that it means none of them."""
+        named = self.overrides
+        return [] if find(named, name) else [entry for entry, path in named.items() if _normal(title(path)) == name]
+
+    def misplaced(self) -> dict[Path, Entry]:
+        """Files that lie where base models are expected, or whole models in one file, and are transformers."""
+        found: list[Path] = []
+        for root in (self.bases_dir, self.models_dir / CHECKPOINTS):
+            for _, entries in _walk(root):
+                found += [path for path in entries if path.name.lower().endswith(SUFFIXES) and path.is_file()]
+        described = self.inventory.look_at(found)
+        return {path: entry for path, entry in described.items() if entry.kind == TRANSFORMER}
 
     def described(self) -> dict[str, Entry]:
         """What each override is, by name: kind and architecture. Quick where the files were looked at before."""
@@ -161,8 +183,9 @@ class Catalog:
         if not bases:
             bases = list_bases(self.demo_dir, False)
             overrides = _sorted({**list_overrides(self.demo_dir), **overrides}) if bases else overrides
+        entries = _by_relative_path(self.bases_dir, bases) | _by_relative_path(self.overrides_dir, overrides)
         with self._lock:
-            self._bases, self._overrides = bases, overrides
+            self._bases, self._overrides, self._entries = bases, overrides, entries
 
     def make_demo(self) -> None:
         """Write the demo where it is not complete yet.
@@ -243,6 +266,12 @@ def _named(
         for path in group:
             named[_free(_normal(path.relative_to(root).as_posix()), named)] = path
     return named
+
+
+def _by_relative_path(root: Path, named: Mapping[str, Path]) -> dict[str, str]:
+    """Entries by the paths of what they stand for, below `root`."""
+    below = {name: path for name, path in named.items() if path.is_relative_to(root)}
+    return {_normal(path.relative_to(root).as_posix()): name for name, path in below.items()}
 
 
 def _free(name: str, taken: Collection[str]) -> str:

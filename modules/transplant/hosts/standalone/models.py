@@ -126,12 +126,29 @@ class Models:
             self._catalog.make_demo()
             self._look_again()
         self._forget_demo()
+        self.follow_names()
         problems = list(self._settings.warnings)
+        if not any(path.is_relative_to(self._catalog.models_dir) for path in self._catalog.overrides.values()):
+            problems += self.misplaced()
         if self.selected_base():
             job.report(f"Loading {self.selected_base()}", None)
             notice = self.load_base(self.selected_base(), {})
             problems += [notice.text] if notice else []
         return Notice("warning", " ".join(problems)) if problems else None
+
+    def follow_names(self) -> None:
+        """Let the settings name files as the list does: another file of the same name may have come or gone."""
+        named = {key: self._settings.get(key) for key in (BASE, *SLOT_OF)}
+        self._save({key: entry for key, name in named.items() if (entry := self._catalog.entry(name)) != name})
+
+    def misplaced(self) -> list[str]:
+        """What is to be said of transformers that lie in the wrong folder."""
+        found = self._catalog.misplaced()
+        return [
+            f"{printable(path.name)} in {path.parent} is a {entry.architecture} transformer and no base model: move it "
+            f"to {self._catalog.overrides_dir} and choose it as UNET model, over a {entry.architecture} base model."
+            for path, entry in list(found.items())[:3]
+        ]
 
     def selected_base(self) -> str:
         """The base model that the settings name; the only one where they name none."""
@@ -270,6 +287,10 @@ class Models:
         return None if path is None or name == DEFAULT else Override(name, path)
 
     def _lacking(self, missing: frozenset[str]) -> Notice:
+        several = {name: entries for name in sorted(missing) if (entries := self._catalog.alike(name))}
+        if several:
+            told = "; ".join(f"{name} may be {' or '.join(entries)}" for name, entries in several.items())
+            return Notice("warning", f"{told}: choose one. The base model's own transformer is loaded.")
         names, verb = " and ".join(sorted(missing)), "is" if len(missing) == 1 else "are"
         return Notice(
             "warning",

@@ -31,7 +31,8 @@ def status(job: Job | None, waiting: int, holding: Holding | None, not_loaded: S
     """The status line: what is being done and how far it is, or what is loaded and what is only selected."""
     if job is None:
         later = f" · the next picture loads {' and '.join(not_loaded)}" if not_loaded else ""
-        return f'<div class="tp-status" role="status">{escape(_idle(holding) + later)}</div>'
+        text = escape(_idle(holding) + later)
+        return f'<div class="tp-status" role="status" data-told="{text}">{text}</div>'
     percent = None if job.fraction is None else min(max(round(100 * job.fraction), 0), 100)
     parts = [job.text or job.title]
     if percent is not None:
@@ -47,7 +48,7 @@ def status(job: Job | None, waiting: int, holding: Holding | None, not_loaded: S
     value = "" if percent is None else f' aria-valuenow="{percent}" aria-valuemin="0" aria-valuemax="100"'
     bar = '<i class="tp-unknown"></i>' if percent is None else f'<i style="width:{percent}%"></i>'
     return (
-        f'<div class="tp-status tp-busy"><div class="tp-text">{text}</div>'
+        f'<div class="tp-status tp-busy" data-told="{escape(job.title)}"><div class="tp-text">{text}</div>'
         f'<div class="tp-bar" role="progressbar" aria-label="{text}"{value}>{bar}</div></div>'
     )
 

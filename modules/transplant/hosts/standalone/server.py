@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -145,7 +146,7 @@ def can_open_browser() -> bool:
 
 def _run(arguments: Arguments, listener: socket.socket) -> None:
     from transplant.digest import Digests
-    from transplant.hosts.standalone.folders import Catalog
+    from transplant.hosts.standalone.folders import BASES, OVERRIDES, Catalog
     from transplant.hosts.standalone.images import PictureStore
     from transplant.hosts.standalone.log_panel import FORMAT, LogLines
     from transplant.hosts.standalone.settings import Settings
@@ -158,6 +159,9 @@ def _run(arguments: Arguments, listener: socket.socket) -> None:
     log.handlers[:] = [lines, console]
     log.propagate = False
     settings = Settings(arguments.data_dir / "config.json")
+    for folder in (BASES, OVERRIDES):  # so that a new user finds where things go
+        with contextlib.suppress(OSError):
+            (arguments.models_dir / folder).mkdir(parents=True, exist_ok=True)
     pictures = PictureStore(Path(settings.get("outdir_samples") or arguments.data_dir / "outputs"))
     os.environ["GRADIO_TEMP_DIR"] = str(pictures.temporary / "gradio")
     cache = arguments.data_dir / "cache"
@@ -220,6 +224,8 @@ def _serve(arguments: Arguments, listener: socket.socket, app: Any, worker: Work
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            catalog = worker.catalog
+            print(f"Base models are those in {catalog.bases_dir}, files those in {catalog.overrides_dir}", flush=True)
             print(f"Transplant runs at {url}   (Ctrl-C stops it)", flush=True)
             worker.start()
             if arguments.browser and can_open_browser():

@@ -22,7 +22,7 @@ def draw(worker: Worker) -> None:
     gr.Textbox(label="Search the settings", elem_id="settings_search", max_lines=1)  # javascript/transplant.js does it
     components: list[Any] = []
     for section in dict.fromkeys(known.section for known in shown):
-        gr.Markdown(f"### {section}")
+        gr.Markdown(f"## {section}", elem_classes="tp-section-title")
         with gr.Row(elem_classes="tp-section"):
             members = [known for known in shown if known.section == section]
             components += [controls.build(worker, known, with_help=True) for known in members]

@@ -31,6 +31,7 @@ def build(worker: Worker, lines: LogLines) -> gr.Blocks:
     with gr.Blocks(
         analytics_enabled=False, title="Transplant", fill_width=True, delete_cache=(HOUR, 24 * HOUR)
     ) as blocks:
+        gr.HTML("<h1>Transplant</h1>", elem_classes="tp-spoken")
         with gr.Row(elem_id="quicksettings"):
 
             @gr.render(triggers=[blocks.load], show_progress="hidden")
@@ -61,13 +62,15 @@ def build(worker: Worker, lines: LogLines) -> gr.Blocks:
 
 
 def theme() -> gr.themes.Base:
-    """Compact, and with the system's fonts: nothing is fetched from elsewhere."""
+    """Compact, with the system's fonts, so that nothing is fetched from elsewhere, and with enough contrast."""
     return gr.themes.Default(
         spacing_size="sm", radius_size="sm", text_size="sm",
         font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"],
     ).set(
         body_text_color_subdued="*neutral_600", body_text_color_subdued_dark="*neutral_300",
         block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300",
+        button_primary_background_fill="*primary_700", button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover="*primary_800", button_primary_background_fill_hover_dark="*primary_800",
     )  # fmt: skip
 
 

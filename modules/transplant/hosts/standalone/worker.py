@@ -146,7 +146,7 @@ class Worker:
     def checked(self, values: Mapping[str, object]) -> dict[str, Any]:
         """The values as their options store them. Raises OptionError for the first that is refused."""
         dynamic = self.dynamic()
-        checked = {key: option(key).checked(_normal(key, value), dynamic) for key, value in values.items()}
+        checked = {key: option(key).checked(self._normal(key, value), dynamic) for key, value in values.items()}
         if MODULES_DTYPE in checked:
             from transplant.hosts.base import modules_by_dtype
 
@@ -193,6 +193,9 @@ class Worker:
     def refresh(self, owner: str) -> None:
         """Look at the folders again; what the settings name and was missing is loaded when it is back."""
         self._look_again()
+        self.models.follow_names()
+        if misplaced := self.models.misplaced():
+            self.queue.tell(owner, Notice("info", " ".join(misplaced)))
         missing, base = self.models.missing, self.settings.get(BASE)
         if base in missing and find(self.catalog.bases, base):
             self._submit_models(owner, {BASE: base}, False)
@@ -384,16 +387,17 @@ class Worker:
             return True  # the session knows whether the file changed
         return name != self.holding.base
 
+    def _normal(self, key: str, value: object) -> object:
+        """A value as the lists spell it: "None" in a slot means what Default does, as in SD.Next."""
+        if key in SLOT_OF and value in (None, NONE):
+            return DEFAULT
+        if not isinstance(value, str):
+            return value
+        return self.catalog.entry(value) if key in (BASE, *SLOT_OF) else unicodedata.normalize("NFC", value)
+
     def _bump(self) -> None:
         self.revision += 1
 
 
 def _choosing(models: Models, key: str, name: str) -> Callable[[Job], Notice | None]:
     return lambda _: models.choose(key, name)
-
-
-def _normal(key: str, value: object) -> object:
-    """A value as the lists spell it: "None" in a slot means what Default does, as in SD.Next."""
-    if key in SLOT_OF and value in (None, NONE):
-        return DEFAULT
-    return unicodedata.normalize("NFC", value) if isinstance(value, str) else value
