@@ -14,8 +14,14 @@ from PIL import Image
 from test_standalone import ME, Studio
 from tiny_models import make_demo, save, tiny_base
 from tiny_pipelines import filled, network, wan
+from transplant.digest import Digests
 from transplant.errors import OptionError
+from transplant.hosts.standalone import quicksettings
+from transplant.hosts.standalone.folders import Catalog
+from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import Job
+from transplant.hosts.standalone.settings import Settings
+from transplant.hosts.standalone.worker import Worker
 from transplant.request import make_request
 
 BASE, UNET, SECOND = "sd_model_checkpoint", "sd_unet", "sd_unet_secondary"
@@ -121,6 +127,32 @@ def test_a_restart_brings_both_back(studio: Studio, models: Path, tmp_path: Path
     assert held(second) == ("two", "a", "b")
     assert pixels(draw(second)) == picture
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([BASE, UNET], [BASE, UNET, SECOND]),
+        ([UNET, BASE], [UNET, SECOND, BASE]),
+        ([SECOND, UNET], [SECOND, UNET]),
+        ([SECOND, BASE, UNET], [SECOND, BASE, UNET]),
+        ([SECOND], [SECOND]),
+        (["cuda_dtype"], ["cuda_dtype"]),
+        ([], []),
+    ],
+)
+def test_the_row_has_the_order_of_its_list_after_a_restart_too(
+    keys: list[str], expected: list[str], models: Path, tmp_path: Path
+) -> None:
+    """Not started: the row needs the settings alone."""
+
+    def worker() -> Worker:
+        catalog = Catalog(models, tmp_path / "demo")
+        return Worker(Settings(tmp_path / "config.json"), catalog, PictureStore(tmp_path / "outputs"), Digests(), "cpu")
+
+    worker().set_options(ME, {"quicksettings_list": keys})
+    assert [known.key for known in quicksettings.listed(worker())] == expected
+    assert not worker().is_shown(SECOND)  # no base model with two transformers is loaded
 
 
 def test_a_later_choice_waits_for_the_next_picture_and_is_said(studio: Studio) -> None:

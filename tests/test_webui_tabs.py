@@ -201,6 +201,23 @@ def test_a_file_is_inspected_and_loaded_from_there(page: Page, server: Server, m
     idle(page, "the transformer q")
 
 
+def test_a_file_is_found_by_a_part_of_its_name_and_loaded_as_secondary(page: Page, server: Server) -> None:
+    choose(page, "sd_model_checkpoint", "two")
+    idle(page, "two with its own transformers")
+    tab(page, "Inspect")
+    page.locator("#inspect_slot").get_by_label("UNET model secondary").check()
+    field = page.locator("#inspect_file input")
+    field.click()
+    expect(page.get_by_role("option", name="z", exact=True)).to_be_visible()
+    field.fill("b")
+    expect(page.get_by_role("option", name="z", exact=True)).to_be_hidden()
+    page.get_by_role("option", name="b", exact=True).click()
+    page.locator("#inspect_use").click()
+    idle(page, "two with the transformers its own and b")
+    chosen(page, "sd_unet_secondary", "b")
+    chosen(page, "sd_unet", "Default")
+
+
 def test_settings_are_searched_marked_and_restored(page: Page, server: Server) -> None:
     settings_tab(page)
     page.locator("#settings_search textarea, #settings_search input").fill("svd")
@@ -233,3 +250,63 @@ def test_keys_begin_and_end_a_picture(page: Page, server: Server) -> None:
     prompt.press("Escape")
     message(page, "cancelled")
     assert prompt.input_value() == "drawn with the keyboard"
+
+
+def test_screen_readers_hear_what_is_done_and_find_a_name_for_everything(page: Page, server: Server) -> None:
+    """A region that was there before tells each job once; no control lacks a name; every tab is reached by keys."""
+    told = page.locator("#transplant_told[role=status]")
+    expect(told).to_have_text(re.compile("with (its own|the) transformer"), timeout=30_000)
+    page.evaluate(
+        "() => { window.heard = []; new MutationObserver(() => heard.push(transplant_told.textContent))"
+        ".observe(transplant_told, {childList: true}) }"
+    )
+    fill(page, "txt2img_steps", 20)
+    page.locator("#txt2img_generate").click()
+    expect(page.locator("#txt2img_gallery img").first).to_be_visible(timeout=60_000)
+    expect(told).to_have_text(re.compile("with (its own|the) transformer"), timeout=30_000)
+    heard = page.evaluate("heard")
+    assert heard[0] == "Picture" and heard.count("Picture") == 1
+    assert page.locator("h1").inner_text() == "Transplant"
+    page.get_by_role("tab", name="Generate", exact=True).focus()
+    for name in ("Compare", "Inspect", "Settings", "Log"):
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("tab", name=name, exact=True)).to_have_attribute("aria-selected", "true")
+        assert page.evaluate(NAMELESS) == [], name
+
+
+NAMELESS = """() => [...document.querySelectorAll("button, input, textarea, select, [role=tab], [role=listbox]")]
+    .filter((one) => one.offsetParent !== null && !one.closest("[aria-hidden=true]"))
+    .filter((one) => !(one.ariaLabel || one.title || one.labels?.[0]?.innerText || one.innerText ||
+                       one.getAttribute("aria-labelledby")))
+    .map((one) => one.outerHTML.slice(0, 200))"""
+"""Controls that can be seen and that no assistive program has a name for."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_every_tab_without_scrolling_sideways(
+    browser: Browser,  # noqa: F811
+    server: Server,
+    scheme: str,
+) -> None:
+    """Nothing is wider than the window, and every setting has the width to be read."""
+    for page in opened(browser, server, color_scheme=scheme):
+        page.set_viewport_size({"width": 390, "height": 844})
+        for name in ("Generate", "Compare", "Inspect", "Settings", "Log"):
+            reach(page, name)
+            page.wait_for_timeout(300)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+            screenshot(page, f"phone-{scheme}-{name.lower()}")
+        reach(page, "Settings")
+        widths = page.locator(".tp-section [id^=setting_]").evaluate_all("all => all.map((one) => one.offsetWidth)")
+        assert min(width for width in widths if width) > 250
+
+
+def reach(page: Page, name: str) -> None:
+    """Open a tab, also where it is in the menu of those that have no room."""
+    one = page.get_by_role("tab", name=name, exact=True)
+    if not one.is_visible():
+        page.locator(".overflow-menu > button").click()
+        page.locator(".overflow-dropdown").get_by_text(name, exact=True).click()
+    else:
+        one.click()

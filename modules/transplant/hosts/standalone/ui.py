@@ -69,6 +69,7 @@ def theme() -> gr.themes.Base:
     ).set(
         body_text_color_subdued="*neutral_600", body_text_color_subdued_dark="*neutral_300",
         block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300",
+        link_text_color="*primary_700", link_text_color_dark="*primary_500",
         button_primary_background_fill="*primary_700", button_primary_background_fill_dark="*primary_700",
         button_primary_background_fill_hover="*primary_800", button_primary_background_fill_hover_dark="*primary_800",
     )  # fmt: skip
