@@ -237,6 +237,11 @@ def test_settings_are_searched_marked_and_restored(page: Page, server: Server) -
     expect(page.locator("#settings_message")).to_contain_text(re.compile(r"Saved: .*, SVD rank\."))
     expect(page.locator("#setting_sdnq_svd_rank")).not_to_contain_text("●")
     assert server.options()["sdnq_svd_rank"] == 32
+    for folder, told in (("/no/such/folder", "Nothing was saved."), ("", "Nothing was changed.")):
+        page.locator("#setting_unet_dir input, #setting_unet_dir textarea").fill(folder)
+        page.locator("#settings_submit").click()
+        expect(page.locator("#settings_message")).to_contain_text(told)
+    assert server.options()["unet_dir"] == ""
 
 
 def test_keys_begin_and_end_a_picture(page: Page, server: Server) -> None:
