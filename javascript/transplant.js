@@ -34,8 +34,10 @@
     const told = Object.assign(document.createElement("div"), { id: "transplant_told", className: "tp-spoken" });
     told.setAttribute("role", "status");
 
-    // Gradio leaves a button around the comparison without a name, and names what is empty without saying what it is.
+    // Gradio leaves a button around the comparison without a name, gives the name of a text that cannot be edited to its
+    // copy button, and names what is empty without saying what it is.
     const unnamed = "#compare_result .image-container > button:not([aria-label])";
+    const texts = ["txt2img_info", "compare_info", "transplant_log"];
     const empty = "#txt2img_gallery .empty:not([role]), #compare_result .empty:not([role])";
 
     function onChange() {
@@ -43,6 +45,10 @@
         const now = document.querySelector("#transplant_progress [data-told]")?.dataset.told ?? "";
         if (now !== told.textContent) told.textContent = now;
         for (const button of document.querySelectorAll(unnamed)) button.setAttribute("aria-label", "The comparison");
+        for (const id of texts) {
+            const text = document.querySelector(`#${id} textarea:not([aria-label])`);
+            text?.setAttribute("aria-label", document.querySelector(`#${id} [data-testid=block-info]`)?.textContent.trim() ?? "");
+        }
         for (const place of document.querySelectorAll(empty)) {
             place.setAttribute("role", "note");
             place.setAttribute("aria-label", "No picture yet");

@@ -129,10 +129,10 @@ def at_once(wrong: list[str], clients: list[tuple[Callable[[int], None], int]]) 
 
 
 def test_a_hundred_swaps_take_no_memory(tmp_path: Path) -> None:
-    """A transformer kept at each swap would be 500 MB more; pictures are drawn in between."""
+    """One transformer kept at each swap would be many times what is allowed; pictures are drawn in between."""
     models = tmp_path / "models"
-    tiny_base(models / "Diffusers" / "wide", dim=192, n_layers=2)
-    config = tiny_z_image_config(dim=192, n_layers=2)
+    tiny_base(models / "Diffusers" / "wide", dim=192, n_layers=1)
+    config = tiny_z_image_config(dim=192, n_layers=1)
     for name, seed in (("a", 1), ("b", 2)):
         state = random_z_image(config, seed, torch.float32).state_dict()
         save(models / "UNET" / f"{name}.safetensors", to_comfyui(state))
@@ -140,7 +140,7 @@ def test_a_hundred_swaps_take_no_memory(tmp_path: Path) -> None:
     studio.settle()
     size = sum(tensor.nbytes for tensor in state.values())
     taken: list[int] = []
-    for swap in range(120):
+    for swap in range(100):
         assert studio.set(sd_unet="ab"[swap % 2]).notice is None
         if swap % 20 == 19:
             studio.draw()

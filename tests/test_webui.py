@@ -48,7 +48,7 @@ class Server:
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment(data), cwd=data)
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def wait(self, seconds: float = 60) -> None:
+    def wait(self, seconds: float = 180) -> None:
         end = time.monotonic() + seconds
         while "Transplant runs at" not in self.output():
             assert self.process.poll() is None, self.output()
