@@ -27,6 +27,8 @@ ARTEFACTS = Path(__file__).resolve().parent / "artefacts"
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 DEMO_BASE = "transplant-demo-z-image"
 
+expect.set_options(timeout=30_000)  # on a busy machine the page can take its time
+
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None and "CI" not in os.environ, reason="there is no chromium here; install it to run the browser tests"
 )
