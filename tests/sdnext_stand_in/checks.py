@@ -248,6 +248,12 @@ def test_a_file_for_a_second_transformer_that_is_not_there_is_refused():
     assert model_data.sd_model is pipe and len(sd_models.loads) == 1
 
 
+def test_a_saved_choice_for_a_second_transformer_that_is_not_there_is_reset():
+    saved(sd_unet_secondary="wan-b")
+    load("z-image")
+    assert shared.opts.sd_unet_secondary == "Default" and "has no second transformer" in errors()
+
+
 def test_a_diffusers_layout_file_with_a_native_spec():
     saved(sd_unet="klein-a")
     pipe = load("klein")

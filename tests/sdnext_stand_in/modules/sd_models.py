@@ -1,7 +1,7 @@
 import importlib
 import os
 
-from modules import sd_unet, shared
+from modules import script_callbacks, sd_unet, shared
 from modules.logger import log
 from modules.modeldata import model_data
 
@@ -59,6 +59,7 @@ def load_diffuser(name, cls):
     if hasattr(pipe, "unet"):
         sd_unet.load_unet(pipe, os.path.abspath(name))
     model_data.sd_model = pipe
+    script_callbacks.call("model_loaded", pipe)
 
 
 def set_diffuser_options(sd_model, vae=None, op="model", offload=True, quiet=False):

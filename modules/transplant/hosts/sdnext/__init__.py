@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transplant.hosts.sdnext import app, notices, options, patches, pictures
+from transplant.hosts.sdnext import app, notices, options, patches, pictures, swapping
 
 
 def register() -> None:
@@ -21,6 +21,7 @@ def register() -> None:
         (callbacks.on_before_process, pictures.before_process),
         (callbacks.on_after_process, pictures.after_process),
         (callbacks.on_app_started, on_app_started),
+        (callbacks.on_model_loaded, on_model_loaded),
         (callbacks.on_ui_tabs, on_ui_tabs),
     ):
         callbacks.remove_callbacks_for_function(function)
@@ -35,6 +36,14 @@ def on_app_started(*_: Any) -> None:
         add_routes()
     except Exception as error:  # the host boundary
         notices.fault("its API routes could not be added", error)
+
+
+def on_model_loaded(pipeline: Any) -> None:
+    """The host has loaded a base model: no slot names a file that it has no place for."""
+    try:
+        swapping.check_second(pipeline)
+    except Exception as error:  # the host boundary
+        notices.fault("the second slot could not be looked at", error)
 
 
 def on_ui_tabs() -> list[tuple[Any, str, str]]:

@@ -167,6 +167,8 @@ def own_transformer(original: Callable[..., Any], call: Call, refusal: str | Non
     """The base model's own transformer, by the host's loader; where a file was refused, the option says so too."""
     if refusal is not None:
         _refuse(call, refusal)
+    else:
+        notices.settled(call.kind.name)
     model = _by_itself(original, call)
     if model is not None:
         remember(call.kind, call.component, Loaded(None), model, call)

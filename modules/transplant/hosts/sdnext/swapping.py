@@ -47,6 +47,14 @@ def load_unet_secondary(original: Callable[..., Any], model: Any) -> Any:
     return _brought(original, SECONDARY, model, None)
 
 
+def check_second(pipeline: Any) -> None:
+    """A pipeline was loaded: a file that is still chosen for a second transformer which it has not is told of."""
+    name = app.option(SECONDARY.option)
+    if app.is_default(name) or held_in(pipeline, SECONDARY) is not None or not _lacks_second(pipeline):
+        return
+    _keep(SECONDARY, None, _no_second(name, pipeline))
+
+
 def settle(kind: SlotKind, is_asked: bool = False) -> bool:
     """Bring the loaded pipeline to what a slot's option says, where that is not what it holds.
 
@@ -91,8 +99,7 @@ def _choose(kind: SlotKind, pipeline: Any, is_loading: bool) -> bool:
     if held is not None and _holds(held, override):
         return True
     if held is None and kind is SECONDARY and override is not None and _lacks_second(pipeline):
-        why = f"{override.name} is not used: the {type(pipeline).__name__} that is loaded has no second transformer"
-        return _keep(kind, None, TransplantError(why))
+        return _keep(kind, None, _no_second(override.name, pipeline))
     if held is None and (override is None or not has_unet):
         return False
     if override is not None and not takes(override.path):
@@ -138,6 +145,12 @@ def _lacks_second(pipeline: Any) -> bool:
     first = held_in(pipeline, PRIMARY)
     names = [name for name in SECONDARY.components if first and name != first.component]
     return first is not None and all(getattr(pipeline, name, None) is None for name in names)
+
+
+def _no_second(name: str, pipeline: Any) -> TransplantError:
+    return TransplantError(
+        f"{name} is not used: the {type(pipeline).__name__} that is loaded has no second transformer"
+    )
 
 
 def _planned(pipeline: Any, call: Call | None, override: Override) -> LoadPlan:
