@@ -44,8 +44,7 @@ class QuantizeOnLoad:
         use_svd: keep a low-rank part of each weight unquantized.
         svd_rank: rank of that part.
         use_hadamard: rotate weights before they are quantized.
-        modules_to_not_convert: names or patterns of modules that stay as they are, beside those that SDNQ
-            knows of the model's class.
+        modules_to_not_convert: names or patterns of modules that stay as they are, beside those that SDNQ knows.
         modules_dtype_dict: weights_dtype → names or patterns of modules that get it instead.
     """
 
@@ -63,8 +62,7 @@ class Compute:
     """How layers hold their weights and compute.
 
     Attributes:
-        quantized_matmul: "" to dequantize and multiply in the compute dtype, "auto" for SDNQ's quantized
-            matmul in the dtype that suits the codes, or that dtype ("int8", "float8_e4m3fn").
+        quantized_matmul: "" to dequantize and multiply in the compute dtype; else the dtype to multiply in, or "auto".
         compiled: dequantize with torch.compile.
         dequantize_fp32: keep fp32 scales and dequantize in fp32; else in the compute dtype.
         fp8_storage: let the plain weights of Linears and convolutions rest in float8_e4m3fn.
@@ -83,8 +81,8 @@ class Compute:
 def portable_for(compute: Compute, device: torch.device, capability: tuple[int, int] | None) -> Portable:
     """What must be held otherwise because a GPU has no conversions of fp8. A pure function of what it is given.
 
-    Triton cannot compile e4m3 loads before sm_89. SDNQ knows that and casts e4m3 codes to the scales' dtype, also
-    where nothing is compiled; with e8m0 scales that would be silently wrong (`sdnq/dequantizer.py`).
+    Triton cannot compile e4m3 loads before sm_89. SDNQ casts e4m3 codes to the scales' dtype there, also where nothing
+    is compiled; with e8m0 scales that would be silently wrong (`sdnq/dequantizer.py`).
 
     Args:
         compute: how layers compute.
@@ -97,9 +95,9 @@ def portable_for(compute: Compute, device: torch.device, capability: tuple[int, 
 
 def portable_on(compute: Compute, device: torch.device) -> Portable:
     """portable_for a device of this machine, where the weights rest."""
-    device = compute.runs_on or device
-    present = device.type == "cuda" and torch.cuda.is_available()
-    return portable_for(compute, device, torch.cuda.get_device_capability(device) if present else None)
+    device, there = compute.runs_on or device, torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if there and device.type == "cuda" else None
+    return portable_for(compute, device, capability)
 
 
 def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, compute: Compute) -> torch.nn.Module:
