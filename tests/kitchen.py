@@ -15,6 +15,7 @@ from transplant.checkpoint.header import TensorInfo
 from transplant.checkpoint.reader import TORCH_DTYPES
 from transplant.formats import formats
 from transplant.formats.base import Codes, Portable, QuantizedLayer, Rows, check_layer
+from transplant.sdnq_package import has_scales_of_scales
 
 comfy_kitchen.set_backend_priority(["eager"])
 
@@ -62,7 +63,15 @@ class Written:
         }
         return QuantizedLayer("layer", str(self.marker["format"]), self.marker, "markers", infos)
 
-    def codes(self, start: int = 0, stop: int | None = None, *, portable: bool = False, meta: bool = False) -> Codes:
+    def codes(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        portable: bool = False,
+        plain: bool = False,
+        meta: bool = False,
+    ) -> Codes:
         """Our codes of some rows, checked as a load checks them."""
 
         def read(role: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -72,7 +81,7 @@ class Written:
         layer, layer_format = self.layer(), formats()[str(self.marker["format"])]
         check_layer(layer, layer_format)
         rows = Rows(start, self.shape[0] if stop is None else stop, self.shape)
-        return layer_format.adopt(layer, read, rows, Portable(portable, portable))
+        return layer_format.adopt(layer, read, rows, Portable(portable, portable, plain or not has_scales_of_scales()))
 
 
 def write(weight: torch.Tensor, layout: str, marker: Mapping[str, Any], **options: Any) -> Written:

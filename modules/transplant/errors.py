@@ -46,6 +46,21 @@ class OptionError(TransplantError):
         self.value = value
 
 
+class MissingPackage(TransplantError):
+    """A library that is needed is not installed.
+
+    Attributes:
+        package: its import name.
+    """
+
+    def __init__(self, package: str, purpose: str) -> None:
+        super().__init__(
+            f"the Python package {package!r} is not installed: {purpose}. "
+            "Alone, start Transplant with extension.py, which installs it; in a host, update the host"
+        )
+        self.package = package
+
+
 class AdapterRefused(TransplantError):
     """A LoRA that cannot be right on weights that are stored narrower than they compute; nothing was changed.
 

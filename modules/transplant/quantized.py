@@ -14,7 +14,7 @@ from transplant.formats.base import Codes, FormatError, Portable, QuantizedLayer
 from transplant.holders import holder_of
 from transplant.recipe import Recipe, RowRange
 from transplant.recipe import Rows as RowRecipe
-from transplant.sdnq_bridge import Compute
+from transplant.sdnq_bridge import Compute, portable_on
 
 Shape = tuple[int, ...]
 ReadTensor = Callable[[TensorInfo, int, "int | None"], torch.Tensor]
@@ -122,7 +122,7 @@ def decode_rows(
     n, *rest = logical_shape(layer)
     k = math.prod(rest)
     start, stop = (part.start, part.stop) if _in_rows(layer) else (0, n)
-    codes = _adopt(layer, Rows(start, stop, (n, k)), read, Portable())
+    codes = _adopt(layer, Rows(start, stop, (n, k)), read, portable_on(compute, torch.device("cpu")))
     if codes.input_scale is not None:
         raise LayerError(layer, "it scales its input, and its place in the network needs plain weights")
     values = holder_of(codes.form).decoded(codes, (stop - start, k), dtype, compute)

@@ -1,10 +1,12 @@
 """The only file that knows SDNQ: codes in, SDNQ layers out.
 
-SDNQ is the PyPI package. Importing it runs a test compile unless SDNQ_USE_TORCH_COMPILE says what is wanted.
+Which SDNQ is sdnq_package's matter. Importing the PyPI package runs a test compile unless SDNQ_USE_TORCH_COMPILE says
+what is wanted.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ import torch
 from transplant.adapters import let_adapters_compute_in
 from transplant.errors import OptionError
 from transplant.formats.base import Codes, Form, FormatError, Portable
+from transplant.sdnq_package import has_scales_of_scales, part
 from transplant.sdnq_rows import is_transposed, quantize_weight, values_at_once
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 _STATE = ("weight", "scale", "scale_2", "scale_zero_point", "zero_point", "zero_point_scale", "zero_point_2",
           "svd_up", "svd_down")  # fmt: skip
-"""Attributes that every SDNQ layer has; None where unused."""
+"""Attributes that every SDNQ layer has; None where unused. Older SDNQ knows but some of them."""
 
 INPUT_SCALE = "pre_quant_scale"
 """Buffer of a layer whose input is multiplied before it computes."""
@@ -78,8 +81,10 @@ class Compute:
     runs_on: torch.device | None = None
 
 
-def portable_for(compute: Compute, device: torch.device, capability: tuple[int, int] | None) -> Portable:
-    """What must be held otherwise because a GPU has no conversions of fp8. A pure function of what it is given.
+def portable_for(
+    compute: Compute, device: torch.device, capability: tuple[int, int] | None, *, plain: bool = False
+) -> Portable:
+    """What must be held otherwise because of the GPU or of SDNQ. A pure function of what it is given.
 
     Triton cannot compile e4m3 loads before sm_89. SDNQ casts e4m3 codes to the scales' dtype there, also where nothing
     is compiled; with e8m0 scales that would be silently wrong (`sdnq/dequantizer.py`).
@@ -88,16 +93,17 @@ def portable_for(compute: Compute, device: torch.device, capability: tuple[int, 
         compute: how layers compute.
         device: where.
         capability: the CUDA compute capability; None where there is none.
+        plain: SDNQ has no scales of scales and no tables.
     """
     lacks_fp8 = device.type == "cuda" and capability is not None and capability < (8, 9)
-    return Portable(codes=lacks_fp8 and compute.compiled, scales=lacks_fp8)
+    return Portable(codes=lacks_fp8 and compute.compiled, scales=lacks_fp8, plain=plain)
 
 
 def portable_on(compute: Compute, device: torch.device) -> Portable:
-    """portable_for a device of this machine, where the weights rest."""
+    """portable_for a device of this machine, where the weights rest, and the SDNQ in use."""
     device, there = compute.runs_on or device, torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if there and device.type == "cuda" else None
-    return portable_for(compute, device, capability)
+    return portable_for(compute, device, capability, plain=not has_scales_of_scales())
 
 
 def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, compute: Compute) -> torch.nn.Module:
@@ -113,8 +119,6 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
         The layer. Its codes are the tensors that were given, packed 4-bit codes as a flat view of them.
     """
     _choose_compilation(compute)
-    from sdnq.quant_utils import prepare_weight_for_matmul
-
     linear = cast("torch.nn.Linear", module)
     shape = torch.Size((linear.out_features, linear.in_features))
     dequantizer = _dequantizer(codes, shape, dtype, compute)
@@ -123,7 +127,7 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
     tensors["scale"] = _scale(codes, dtype, compute)
     tensors["scale_2"], tensors["zero_point"] = codes.scale_2, codes.zero_point
     if is_transposed(dequantizer):
-        tensors["weight"] = prepare_weight_for_matmul(codes.weight.t(), matmul_dtype=codes.form.matmul_dtype)
+        tensors["weight"] = _prepared_for_matmul(codes.weight.t(), codes.form.matmul_dtype)
         tensors["scale"] = codes.scale.t().contiguous()
     return _assembled(module, dequantizer, tensors, codes.input_scale)
 
@@ -132,11 +136,9 @@ def _assembled(
     module: torch.nn.Module, dequantizer: Any, tensors: Mapping[str, torch.Tensor | None], input_scale: Any = None
 ) -> torch.nn.Module:
     """An SDNQ layer of ready parts, in the place of a Linear."""
-    from sdnq.forward import get_forward_func
-    from sdnq.layers import get_sdnq_wrapper_class
-
-    forward = get_forward_func("Linear", dequantizer.quantized_matmul_dtype, dequantizer.use_quantized_matmul)
-    layer = get_sdnq_wrapper_class(module, forward)
+    choose_forward = part("forward").get_forward_func
+    forward = choose_forward("Linear", dequantizer.quantized_matmul_dtype, dequantizer.use_quantized_matmul)
+    layer = part("layers").get_sdnq_wrapper_class(module, forward)
     layer.sdnq_dequantizer = dequantizer
     for name in _STATE:
         tensor = tensors.get(name)
@@ -155,9 +157,8 @@ def decoded(codes: Codes, shape: tuple[int, int], dtype: torch.dtype, compute: C
     _choose_compilation(compute)
     dequantizer = _dequantizer(codes, torch.Size(shape), dtype, compute)
     weight = codes.weight.flatten() if codes.form.nibbles else codes.weight
-    return dequantizer(
-        weight=weight, scale=codes.scale, scale_2=codes.scale_2, zero_point=codes.zero_point, skip_compile=True
-    )
+    scale_2 = {} if codes.scale_2 is None else {"scale_2": codes.scale_2}
+    return dequantizer(weight=weight, scale=codes.scale, zero_point=codes.zero_point, skip_compile=True, **scale_2)
 
 
 def _scale(codes: Codes, dtype: torch.dtype, compute: Compute) -> torch.Tensor:
@@ -183,11 +184,9 @@ def mark_quantized(model: ModelMixin, dtype: torch.dtype, compute: Compute, full
         compute: how it computes.
         full_precision: names of the layers that never multiply in low precision.
     """
-    from sdnq import SDNQConfig
-
     held = {name: _arguments(layer.sdnq_dequantizer) for name, layer in sdnq_layers(model).items()}
     every = list(held.values())
-    config = SDNQConfig(
+    config = part().SDNQConfig(
         **max(every, key=every.count),
         dequantize_fp32=compute.dequantize_fp32,
         add_skip_keys=False,
@@ -207,13 +206,11 @@ def _plain_weights(model: torch.nn.Module) -> list[str]:
 
 
 def _mark(model: ModelMixin, config: Any, dtype: torch.dtype) -> None:
-    from sdnq import QuantizationMethod, SDNQQuantizer
-
-    quantizer = SDNQQuantizer(config, pre_quantized=True)
+    quantizer = part().SDNQQuantizer(config, pre_quantized=True)
     quantizer.torch_dtype = dtype
     told: Any = model
     told.quantization_config, told.hf_quantizer = config, quantizer
-    told.quantization_method, told.is_quantized = QuantizationMethod.SDNQ, True
+    told.quantization_method, told.is_quantized = part().QuantizationMethod.SDNQ, True
     rotated = [name for name, layer in sdnq_layers(model).items() if hasattr(layer.sdnq_dequantizer, "rotates_in_fp32")]
     section = {"dtype": str(dtype).removeprefix("torch."), "fp32_rotation": rotated}
     told.register_to_config(quantization_config={**config.to_dict(), SECTION: section})
@@ -221,66 +218,59 @@ def _mark(model: ModelMixin, config: Any, dtype: torch.dtype) -> None:
 
 def _arguments(dequantizer: Any) -> dict[str, Any]:
     """What SDNQ must be told of a layer to make room for its tensors when it loads a saved model."""
-    return {
-        "weights_dtype": dequantizer.weights_dtype,
-        "scale_dtype": dequantizer.scale_dtype,
-        "group_size": dequantizer.group_size,
-        "use_hadamard": dequantizer.use_hadamard,
-        "hadamard_group_size": dequantizer.hadamard_group_size,
-        "use_codebook": dequantizer.use_codebook,
-        "use_quantized_matmul": dequantizer.use_quantized_matmul,
-        "quantized_matmul_dtype": dequantizer.quantized_matmul_dtype,
-    }
+    told = (
+        "weights_dtype", "scale_dtype", "group_size", "use_hadamard", "hadamard_group_size", "use_codebook",
+        "use_quantized_matmul", "quantized_matmul_dtype",
+    )  # fmt: skip
+    return {name: getattr(dequantizer, name) for name in told if hasattr(dequantizer, name)}
 
 
 def _dequantizer(codes: Codes, shape: torch.Size, dtype: torch.dtype, compute: Compute) -> Any:
-    from sdnq.dequantizer import SDNQDequantizer
-
     form = codes.form
     matmul = form.matmul_dtype if compute.quantized_matmul in ("", "auto") else compute.quantized_matmul
     grouped = form.group_size > 0
-    cls = _fp32_rotation_class() if form.fp32_rotation else SDNQDequantizer
+    cls = _fp32_rotation_class() if form.fp32_rotation else part("dequantizer").SDNQDequantizer
     columns = shape[1]
     unpacked = torch.Size((shape[0], columns // form.group_size, form.group_size)) if grouped else shape
-    return cls(
-        result_dtype=dtype,
-        result_shape=shape if grouped else None,
-        original_shape=shape,
-        original_stride=[columns, 1],
-        quantized_weight_shape=unpacked,
-        quantized_scale_shape=codes.scale.shape,
-        quantized_zero_point_shape=None if codes.zero_point is None else codes.zero_point.shape,
-        weights_dtype=form.weights_dtype,
-        scale_dtype=form.scale_dtype,
-        quantized_matmul_dtype=matmul,
-        hadamard_group_size=form.hadamard or 256,
-        group_size=form.group_size,
-        use_quantized_matmul=_multiplies_quantized(compute, shape, matmul),
-        re_quantize_for_matmul=grouped
+    arguments: dict[str, Any] = {
+        "result_dtype": dtype,
+        "result_shape": shape if grouped else None,
+        "original_shape": shape,
+        "original_stride": [columns, 1],
+        "quantized_weight_shape": unpacked,
+        "quantized_scale_shape": codes.scale.shape,
+        "quantized_zero_point_shape": None if codes.zero_point is None else codes.zero_point.shape,
+        "weights_dtype": form.weights_dtype,
+        "scale_dtype": form.scale_dtype,
+        "quantized_matmul_dtype": matmul,
+        "hadamard_group_size": form.hadamard or 256,
+        "group_size": form.group_size,
+        "svd_rank": 32,
+        "svd_steps": 8,
+        "use_quantized_matmul": _multiplies_quantized(compute, shape, matmul),
+        "re_quantize_for_matmul": grouped
         or form.codebook
         or form.scale_dtype is not None
         or _differs(form.weights_dtype, matmul),
-        use_hadamard=bool(form.hadamard),
-        use_codebook=form.codebook,
-        layer_class_name="Linear",
-    )
+        "use_stochastic_rounding": False,
+        "use_hadamard": bool(form.hadamard),
+        "use_codebook": form.codebook,
+        "layer_class_name": "Linear",
+    }
+    known = inspect.signature(cls).parameters  # older SDNQ knows fewer, and what it does not know is not used
+    return cls(**{key: value for key, value in arguments.items() if key in known})
 
 
 def _multiplies_quantized(compute: Compute, shape: Sequence[int], matmul_dtype: str) -> bool:
     """Whether a layer's matmul is quantized: wanted, of a shape that SDNQ can, in a dtype that the GPU can."""
-    from sdnq.kernel_wrappers import is_fp8_mm_supported
-    from sdnq.utils import check_quantized_matmul_is_allowed
-
-    possible = is_fp8_mm_supported or matmul_dtype != "float8_e4m3fn"
-    return possible and check_quantized_matmul_is_allowed(bool(compute.quantized_matmul), *shape)
+    possible = part("kernel_wrappers").is_fp8_mm_supported or matmul_dtype != "float8_e4m3fn"
+    return possible and part("utils").check_quantized_matmul_is_allowed(bool(compute.quantized_matmul), *shape)
 
 
 def _differs(weights_dtype: str, matmul_dtype: str) -> bool:
     """Whether codes must be made anew for the matmul, by SDNQ's own rule."""
-    from sdnq.common import dtype_dict
-
-    weights: Any = dtype_dict[weights_dtype]
-    matmul: Any = dtype_dict[matmul_dtype]
+    dtypes = part("common").dtype_dict
+    weights, matmul = dtypes[weights_dtype], dtypes[matmul_dtype]
     return bool(
         weights["num_bits"] > matmul["num_bits"]
         or weights["is_integer"] != matmul["is_integer"]
@@ -311,17 +301,14 @@ class InFlight:
     def __init__(self, network: ModelMixin, wanted: QuantizeOnLoad, dtype: torch.dtype, compute: Compute) -> None:
         """Raises OptionError where SDNQ does not know a dtype."""
         _choose_compilation(compute)
-        from sdnq import SDNQConfig
-        from sdnq.common import accepted_weight_dtypes
-        from sdnq.utils import add_module_skip_keys
-
+        accepted_weight_dtypes = part("common").accepted_weight_dtypes
         for name in (wanted.weights_dtype, *(key for key, _ in wanted.modules_dtype_dict)):
             if name not in accepted_weight_dtypes:
                 raise OptionError(
                     "weights_dtype", name, f"SDNQ has no {name!r}; it has {', '.join(sorted(accepted_weight_dtypes))}"
                 )
         self._dtype = dtype
-        config = SDNQConfig(
+        config = part().SDNQConfig(
             weights_dtype=wanted.weights_dtype,
             group_size=wanted.group_size,
             use_svd=wanted.use_svd,
@@ -333,16 +320,14 @@ class InFlight:
             modules_to_not_convert=list(wanted.modules_to_not_convert),
             modules_dtype_dict={key: list(names) for key, names in wanted.modules_dtype_dict},
         )
-        self._config: Any = add_module_skip_keys(network, config)[1]
+        self._config: Any = part("utils").add_module_skip_keys(network, config)[1]
 
     def takes(self, name: str, module: torch.nn.Module) -> bool:
         """Whether SDNQ quantizes this weight: a Linear, large enough, on no skip list."""
-        from sdnq.utils import check_param_name_in, check_quant_is_allowed
-
         if type(module) is not torch.nn.Linear or not name.endswith(".weight"):
             return False
-        listed = cast("str | None", check_param_name_in(name, self._config.modules_to_not_convert))
-        return listed is None and check_quant_is_allowed("Linear", module.weight, self._config)
+        listed = part("utils").check_param_name_in(name, self._config.modules_to_not_convert)
+        return listed is None and part("utils").check_quant_is_allowed("Linear", module.weight, self._config)
 
     def planned(self, name: str, module: torch.nn.Module, device: torch.device) -> tuple[Form, int, int]:
         """How a weight will be held, in how many bytes, and bytes beside it meanwhile. Computed on meta tensors."""
@@ -354,13 +339,11 @@ class InFlight:
 
     def layer(self, name: str, module: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
         """The quantized layer in the place of a Linear, from its float weight: what sdnq_quantize_layer makes of it."""
-        from sdnq.utils import check_param_name_in
-
         arguments = _weight_arguments(name, module, self._config, self._dtype)
         dequantizer, tensors = quantize_weight(weight, arguments)
         if arguments["use_quantized_matmul"] and not dequantizer.use_quantized_matmul:
             excluded = self._config.modules_to_not_use_matmul
-            if cast("str | None", check_param_name_in(name, excluded)) is None:
+            if part("utils").check_param_name_in(name, excluded) is None:
                 excluded.append(name)
         return _assembled(module, dequantizer, tensors)
 
@@ -380,13 +363,11 @@ class SavedLayers:
     def __init__(self, settings: Mapping[str, Any], dtype: torch.dtype, compute: Compute, device: torch.device) -> None:
         """Raises FormatError where the settings, a model's `quantization_config`, are not SDNQ's."""
         _choose_compilation(compute)
-        from sdnq import SDNQConfig
-
         section: Mapping[str, Any] = settings.get(SECTION) or {}
         self._rotated = frozenset(cast("Sequence[str]", section.get("fp32_rotation", ())))
         self._dtype, self._compute, self._portable = dtype, compute, portable_on(compute, device)
         try:
-            self._config: Any = SDNQConfig(**{key: value for key, value in settings.items() if key != SECTION})
+            self._config: Any = part().SDNQConfig(**{key: value for key, value in settings.items() if key != SECTION})
         except (ValueError, TypeError, KeyError) as error:
             raise FormatError(f"its quantization_config cannot be used: {error}") from error
 
@@ -405,28 +386,25 @@ class SavedLayers:
         Raises:
             FormatError: the tensors are not those that the config asks for.
         """
-        from sdnq.quant_utils import prepare_svd_for_matmul, prepare_weight_for_matmul
-
         dequantizer, expected = _meta_layer(f"{name}.weight", module, self._config, self._dtype)
         held = {key: tensor for key, tensor in tensors.items() if key in _STATE}
+        held = _multiplied_out(held) if self._portable.plain else held
         _check_saved(held, {key: tensor for key, tensor in expected.items() if tensor is not None})
         if name in self._rotated:
             dequantizer.__class__ = _fp32_rotation_class()
         self._choose_matmul(f"{name}.weight", dequantizer, held)
         held = _portable(dequantizer, held, self._portable)
         if is_transposed(dequantizer):
-            held["weight"] = prepare_weight_for_matmul(held["weight"], matmul_dtype=dequantizer.quantized_matmul_dtype)
+            held["weight"] = _prepared_for_matmul(held["weight"], dequantizer.quantized_matmul_dtype)
         if "svd_up" in held:
-            held["svd_up"], held["svd_down"] = prepare_svd_for_matmul(
+            held["svd_up"], held["svd_down"] = part("quant_utils").prepare_svd_for_matmul(
                 held["svd_up"], held["svd_down"], dequantizer.use_quantized_matmul
             )
         return _assembled(module, dequantizer, held, tensors.get(INPUT_SCALE))
 
     def _choose_matmul(self, param_name: str, dequantizer: Any, held: dict[str, torch.Tensor]) -> None:
         """Let a layer multiply as is wanted now, whatever was wanted when it was saved."""
-        from sdnq.utils import check_param_name_in
-
-        listed = check_param_name_in(param_name, self._config.modules_to_not_use_matmul)
+        listed = part("utils").check_param_name_in(param_name, self._config.modules_to_not_use_matmul)
         compute = replace(self._compute, quantized_matmul="") if listed else self._compute
         matmul = dequantizer.quantized_matmul_dtype
         matmul = matmul if compute.quantized_matmul in ("", "auto") else compute.quantized_matmul
@@ -451,6 +429,11 @@ class SavedLayers:
         _mark(model, config, self._dtype)
 
 
+def _prepared_for_matmul(codes: torch.Tensor, matmul_dtype: str) -> torch.Tensor:
+    """Codes [K, N] in the memory order that SDNQ's matmul reads."""
+    return part("quant_utils").prepare_weight_for_matmul(codes, matmul_dtype=matmul_dtype)
+
+
 def _meta_layer(
     param_name: str, module: torch.nn.Module, config: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
@@ -462,9 +445,7 @@ def _meta_layer(
 
 def _weight_arguments(param_name: str, module: torch.nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """How SDNQ quantizes one weight by a config."""
-    from sdnq.utils import get_quant_kwargs
-
-    arguments = get_quant_kwargs(module, config, torch_dtype=dtype, param_name=param_name)
+    arguments = part("utils").get_quant_kwargs(module, config, torch_dtype=dtype, param_name=param_name)
     for key in ("return_device", "quantization_device", "non_blocking", "use_dynamic_quantization"):
         arguments.pop(key)
     return arguments
@@ -487,10 +468,20 @@ def _check_saved(held: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
             )
 
 
+def _multiplied_out(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Saved tensors for an SDNQ without scales of scales and tables. Raises FormatError where there is a table."""
+    held = dict(tensors)
+    if held["scale"].dtype == torch.int8:
+        raise FormatError("it holds a table of values, which this host's SDNQ is too old for")
+    if "scale_2" in held:
+        held["scale"] = held["scale"].to(torch.float32) * held.pop("scale_2").to(torch.float32)
+    return held
+
+
 def _portable(dequantizer: Any, tensors: Mapping[str, torch.Tensor], portable: Portable) -> dict[str, torch.Tensor]:
     """Saved tensors in the form that the device can compute with."""
     held = dict(tensors)
-    if portable.scales and dequantizer.scale_dtype == "float8_e8m0fnu":
+    if portable.scales and "scale_2" in held and dequantizer.scale_dtype == "float8_e8m0fnu":
         dequantizer.scale_dtype = None
         held["scale"] = held["scale"].to(torch.bfloat16) * held.pop("scale_2").to(torch.bfloat16)
     elif portable.codes and dequantizer.weights_dtype == "float8_e4m3fn":

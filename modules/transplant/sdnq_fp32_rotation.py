@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sdnq.dequantizer import SDNQDequantizer
+
+from transplant.sdnq_package import part
+
+_SDNQDequantizer: Any = part("dequantizer").SDNQDequantizer
 
 
-class Fp32RotationDequantizer(SDNQDequantizer):
+class Fp32RotationDequantizer(_SDNQDequantizer):
     """Rotates in fp32 and rounds once, as ComfyUI does; stock SDNQ rotates in the result's dtype."""
 
     rotates_in_fp32 = True

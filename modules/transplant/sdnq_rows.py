@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from transplant.sdnq_package import part
+
 Tensors = dict[str, "torch.Tensor | None"]
 
 AT_ONCE = 1 << 18
@@ -31,8 +33,7 @@ def quantize_weight(weight: torch.Tensor, arguments: Mapping[str, Any]) -> tuple
     Returns:
         SDNQ's dequantizer, and the layer's tensors by attribute; None where unused.
     """
-    from sdnq.quantizer import sdnq_quantize_layer_weight
-
+    sdnq_quantize_layer_weight = part("quantizer").sdnq_quantize_layer_weight
     if values_at_once(tuple(weight.shape), weight.device, arguments) == weight.numel():
         return sdnq_quantize_layer_weight(weight.to(torch.float32), **arguments)
     dequantizer, expected = sdnq_quantize_layer_weight(weight.new_empty(weight.shape, device="meta"), **arguments)
@@ -57,8 +58,7 @@ def _rows_at_once(columns: int) -> int:
 
 def _by_rows(weight: torch.Tensor, dequantizer: Any, expected: Tensors, arguments: Mapping[str, Any]) -> Tensors:
     """The tensors, filled some rows at a time. What SDNQ decides by the whole weight is told to it for the parts."""
-    from sdnq.quantizer import sdnq_quantize_layer_weight
-
+    sdnq_quantize_layer_weight = part("quantizer").sdnq_quantize_layer_weight
     rows, columns = weight.shape
     scale = expected["scale"]
     assert scale is not None
@@ -68,9 +68,9 @@ def _by_rows(weight: torch.Tensor, dequantizer: Any, expected: Tensors, argument
     flat = {key: torch.empty(tensor.numel(), dtype=tensor.dtype) for key, tensor in wanted.items()}
     step = _rows_at_once(columns)
     for start in range(0, rows, step):
-        _, part = sdnq_quantize_layer_weight(weight[start : start + step].to(torch.float32), **decided)
+        _, made = sdnq_quantize_layer_weight(weight[start : start + step].to(torch.float32), **decided)
         for key, filled in flat.items():
-            values = part[key].reshape(-1)
+            values = made[key].reshape(-1)
             first = start * len(filled) // rows
             filled[first : first + len(values)] = values
     return {**dict.fromkeys(expected), **{key: _shaped(key, flat[key], wanted[key], dequantizer) for key in flat}}
@@ -78,13 +78,13 @@ def _by_rows(weight: torch.Tensor, dequantizer: Any, expected: Tensors, argument
 
 def _shaped(key: str, values: torch.Tensor, expected: torch.Tensor, dequantizer: Any) -> torch.Tensor:
     """Row-major values in the shape that is expected; codes as SDNQ's matmul reads them where they are for it."""
-    from sdnq.quant_utils import prepare_weight_for_matmul
-
     if not is_transposed(dequantizer):
         return values.view(expected.shape)
     columns_first = values.view(expected.shape[::-1]).t()
     if key == "weight":
-        return prepare_weight_for_matmul(columns_first, matmul_dtype=dequantizer.quantized_matmul_dtype)
+        return part("quant_utils").prepare_weight_for_matmul(
+            columns_first, matmul_dtype=dequantizer.quantized_matmul_dtype
+        )
     return columns_first.contiguous()
 
 

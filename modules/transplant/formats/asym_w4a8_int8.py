@@ -85,7 +85,7 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
 
 
 def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
-    """The int8 values, or the 4-bit codes and a table of int8 values.
+    """The int8 values, or the 4-bit codes and a table of int8 values. Plain: always the int8 values.
 
     Returns:
         Codes of weight [n, K] int8 and scale [n, 1] fp32, or of weight [n, K / 2] uint8, scale [n, K / G, 16] int8
@@ -97,7 +97,7 @@ def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> 
     hadamard = rotation_size(layer, packed.columns)
     weight, codebook = read("weight", rows.start, rows.stop).view(torch.uint8), _codebook(layer, read, packed)
     relative, channel = _relative_scale(read, rows), scale_of_rows("weight_s_channel", read, rows)
-    if packed.bits == 4 and TABLE_GROUP <= packed.group < packed.columns:
+    if packed.bits == 4 and TABLE_GROUP <= packed.group < packed.columns and not portable.plain:
         form = Form("uint4", packed.group, hadamard, scale_dtype="int8", codebook=True)
         levels = _levels(codebook, packed).to(relative.device)
         return Codes(form, weight, _on_grid(relative.unsqueeze(-1) * levels), channel.unsqueeze(-1))

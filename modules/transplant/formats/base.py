@@ -105,15 +105,17 @@ class Codes:
 
 @dataclass(frozen=True)
 class Portable:
-    """What a GPU without conversions of fp8 (CUDA before sm_89) needs held otherwise.
+    """What a GPU without conversions of fp8 (CUDA before sm_89), or an older SDNQ, needs held otherwise.
 
     Attributes:
         codes: e4m3 codes as bytes that SDNQ decodes itself: compiled kernels cannot load e4m3 there.
         scales: e8m0 block scales as bf16: SDNQ casts codes to the scales' dtype there, compiled or not.
+        plain: one floating-point scale a group, multiplied out, and no table of values: all that older SDNQ has.
     """
 
     codes: bool = False
     scales: bool = False
+    plain: bool = False
 
 
 class Read(Protocol):
@@ -278,6 +280,16 @@ def _given(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
         raise FormatError("only some of its parts have this scale")
     return tensor
+
+
+def multiplied_out(codes: Codes) -> Codes:
+    """The codes with scale and scale of scales multiplied in fp32, as SDNQ does whenever it computes."""
+    import torch
+
+    if codes.scale_2 is None:
+        return codes
+    scale = codes.scale.to(torch.float32) * codes.scale_2.to(torch.float32)
+    return replace(codes, form=replace(codes.form, scale_dtype=None), scale=scale, scale_2=None)
 
 
 def divisor(group: int, columns: int) -> int:

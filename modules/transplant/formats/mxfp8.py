@@ -41,7 +41,7 @@ def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> 
     group = divisor(BLOCK, k)
     scale = block_scales(read, rows, BLOCK, torch.float8_e8m0fnu)
     weight = read("weight", rows.start, rows.stop)[:, :k].contiguous().view(rows.count, k // group, group)
-    if portable.scales:
+    if portable.scales or portable.plain:
         return Codes(Form("float8_e4m3fn", group, matmul_dtype="float8_e4m3fn"), weight, scale.to(torch.bfloat16))
     form = Form("float8_e4m3fn", group, scale_dtype="float8_e8m0fnu", matmul_dtype="float8_e4m3fn")
     return Codes(form, weight, scale, torch.ones(1, device=scale.device))

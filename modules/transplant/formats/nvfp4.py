@@ -21,6 +21,7 @@ from transplant.formats.base import (
     Rows,
     check_finite_and_positive,
     divisor,
+    multiplied_out,
 )
 from transplant.formats.block_scales import block_scales, check_blocks, padded_shape
 
@@ -40,7 +41,9 @@ def logical_shape(layer: QuantizedLayer) -> tuple[int, int]:
 
 
 def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> Codes:
-    """The codes with their nibbles exchanged, without padding; block scales as stored.
+    """The codes with their nibbles exchanged, without padding; block scales as stored, 0.5625 bytes a weight.
+
+    Plain: block scales times the tensor's in fp32, the same values in 0.75 bytes a weight.
 
     Raises:
         FormatError: shapes or dtypes that nvfp4 does not have, or scales that cannot be.
@@ -52,7 +55,8 @@ def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> 
     scale = block_scales(read, rows, BLOCK, torch.float8_e4m3fn)
     weight = swap_nibbles(read("weight", rows.start, rows.stop)[:, : k // 2])
     form = Form("float4_e2m1fn", divisor(BLOCK, k), scale_dtype="float8_e4m3fn", matmul_dtype="float8_e4m3fn")
-    return Codes(form, weight, scale, _tensor_scale(read), input_scale=_input_scale(layer, read, k))
+    codes = Codes(form, weight, scale, _tensor_scale(read), input_scale=_input_scale(layer, read, k))
+    return multiplied_out(codes) if portable.plain else codes
 
 
 def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:
