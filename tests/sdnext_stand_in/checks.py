@@ -500,3 +500,14 @@ def test_what_is_chosen_and_not_loaded_is_loaded_before_the_picture():
     shared.opts.data["sd_unet"] = "zi-comfyui"  # as the grid script and a restored setting do
     processing.process_images(processing.request(), lambda pipe: pipe)
     assert sd_unet.loaded_unet == "zi-comfyui"
+
+
+def test_the_hosts_own_sdnq_makes_the_layers():
+    saved(sd_unet="zi-fp8")
+    pipe = load("z-image")
+    layers = [module for module in pipe.transformer.modules() if hasattr(module, "sdnq_dequantizer")]
+    assert layers
+    assert {type(layer).__module__ for layer in layers} == {"modules.sdnq.layers"}
+    assert type(layers[0].sdnq_dequantizer).__module__ == "modules.sdnq.dequantizer"
+    assert type(pipe.transformer.quantization_config).__module__.startswith("modules.sdnq")
+    assert "sdnq" not in sys.modules

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from transplant import sdnq_package
 from transplant.hosts.sdnext import app, notices, options, patches, pictures, swapping
 
 
 def register() -> None:
     """Register with the host that runs this process: options, loads, pictures; may be called again."""
+    sdnq_package.use(app.module("modules.sdnq"))  # so that the host's LoRA, offload and save code know our layers
     notices.follow_host_log()
     options.register()
     patches.apply()
