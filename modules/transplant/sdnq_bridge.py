@@ -18,7 +18,7 @@ from transplant.adapters import let_adapters_compute_in
 from transplant.errors import OptionError
 from transplant.formats.base import Codes, Form, FormatError, Portable
 from transplant.sdnq_package import has_scales_of_scales, part
-from transplant.sdnq_rows import is_transposed, quantize_weight, values_at_once
+from transplant.sdnq_rows import is_transposed, prepared_for_matmul, quantize_weight, values_at_once
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -127,7 +127,7 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
     tensors["scale"] = _scale(codes, dtype, compute)
     tensors["scale_2"], tensors["zero_point"] = codes.scale_2, codes.zero_point
     if is_transposed(dequantizer):
-        tensors["weight"] = _prepared_for_matmul(codes.weight.t(), codes.form.matmul_dtype)
+        tensors["weight"] = prepared_for_matmul(codes.weight.t(), codes.form.matmul_dtype)
         tensors["scale"] = codes.scale.t().contiguous()
     return _assembled(module, dequantizer, tensors, codes.input_scale)
 
@@ -395,7 +395,7 @@ class SavedLayers:
         self._choose_matmul(f"{name}.weight", dequantizer, held)
         held = _portable(dequantizer, held, self._portable)
         if is_transposed(dequantizer):
-            held["weight"] = _prepared_for_matmul(held["weight"], dequantizer.quantized_matmul_dtype)
+            held["weight"] = prepared_for_matmul(held["weight"], dequantizer.quantized_matmul_dtype)
         if "svd_up" in held:
             held["svd_up"], held["svd_down"] = part("quant_utils").prepare_svd_for_matmul(
                 held["svd_up"], held["svd_down"], dequantizer.use_quantized_matmul
@@ -427,11 +427,6 @@ class SavedLayers:
             **{f".{name}.": _arguments(layer.sdnq_dequantizer) for name, layer in layers.items()},
         }
         _mark(model, config, self._dtype)
-
-
-def _prepared_for_matmul(codes: torch.Tensor, matmul_dtype: str) -> torch.Tensor:
-    """Codes [K, N] in the memory order that SDNQ's matmul reads."""
-    return part("quant_utils").prepare_weight_for_matmul(codes, matmul_dtype=matmul_dtype)
 
 
 def _meta_layer(

@@ -82,10 +82,13 @@ def _shaped(key: str, values: torch.Tensor, expected: torch.Tensor, dequantizer:
         return values.view(expected.shape)
     columns_first = values.view(expected.shape[::-1]).t()
     if key == "weight":
-        return part("quant_utils").prepare_weight_for_matmul(
-            columns_first, matmul_dtype=dequantizer.quantized_matmul_dtype
-        )
+        return prepared_for_matmul(columns_first, dequantizer.quantized_matmul_dtype)
     return columns_first.contiguous()
+
+
+def prepared_for_matmul(codes: torch.Tensor, matmul_dtype: str) -> torch.Tensor:
+    """Codes [K, N] in the memory order that SDNQ's matmul reads."""
+    return part("quant_utils").prepare_weight_for_matmul(codes, matmul_dtype=matmul_dtype)
 
 
 def is_transposed(dequantizer: Any) -> bool:
