@@ -1,6 +1,6 @@
 """Puts what was trained together: the base model, and the fine-tunes as files of every kind.
 
-    python demo/assemble.py MODELS_FOLDER
+    python demo/assemble.py demo/trained
 
 What is not trained yet is left out; the base model needs `text` and `base`.
 """
@@ -60,7 +60,7 @@ def companions(pipeline: ZImagePipeline) -> published.Tensors:
 def assemble(out: Path) -> list[Path]:
     """Write the base model and the files into a models folder; returns what was written."""
     trained_pipeline().save_pretrained(out / make_demo.BASE)
-    written = [out / make_demo.BASE]
+    written = [out / make_demo.BASE, make_demo.save(out / make_demo.FLUX, make_demo.flux_bfl())]
     for style, kind in FILES:
         if is_trained(style):
             pipeline = trained_pipeline(style)

@@ -17,13 +17,17 @@ Mask = NDArray[np.bool_]
 
 MINIMUM = 60
 """Pixels; smaller spots are no things."""
-SIZES = {"small": (0, 31.5), "": (28, 44), "big": (42.5, 70)}
+LIKENESS = 0.65
+"""Least overlap with the shape that a thing looks like most; a small star with edges 1.5 pixels soft has 0.70."""
+ASPECT = 1.3
+"""Largest longer to shorter side; every shape is nearly as wide as it is high."""
+SIZES = {"small": (0, 31.5), "": (28, 44), "big": (41, 70)}
 """Diameters that pass for a size word."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A thing in a picture: what it looks like most, and its middle and diameter in pixels."""
+    """A thing in a picture: what it looks like most, its middle and longer side in pixels, longer to shorter side."""
 
     shape: str
     likeness: float
@@ -31,6 +35,7 @@ class Found:
     x: float
     y: float
     diameter: float
+    aspect: float
 
 
 def pixels_of(picture: Image.Image) -> NDArray[np.float64]:
@@ -102,15 +107,22 @@ def nearest(color: NDArray[np.float64], names: dict[str, shapes.Color]) -> str:
     return min(names, key=lambda name: float(np.square(color - np.array(names[name])).sum()))
 
 
+def within_edges(part: Mask, distance: NDArray[np.float64]) -> Mask:
+    """A thing up to where its color is half there: a soft edge lies in the middle of its slope."""
+    inside = part & (distance > np.quantile(distance[part], 0.9) / 2)
+    return max(components(inside), key=lambda mask: int(mask.sum()))
+
+
 def find(picture: Image.Image) -> list[Found]:
     """The things in a picture, whatever its style."""
     pixels = pixels_of(picture)
     background = background_of(pixels)
     distance = np.sqrt(np.square(pixels - background).sum(2))
     found = []
-    for part in components(distance > 45):
-        if part.sum() < MINIMUM:
+    for spot in components(distance > 45):
+        if spot.sum() < MINIMUM:
             continue
+        part = within_edges(spot, distance)
         whole = filled(part)
         seen = normal(whole)
         likeness = {
@@ -122,7 +134,8 @@ def find(picture: Image.Image) -> list[Found]:
         rows, columns = np.flatnonzero(whole.any(1)), np.flatnonzero(whole.any(0))
         height, width = rows[-1] - rows[0] + 1, columns[-1] - columns[0] + 1
         x, y = (columns[0] + columns[-1] + 1) / 2, (rows[0] + rows[-1] + 1) / 2
-        found.append(Found(shape, likeness[shape], color, float(x), float(y), float(max(width, height))))
+        short, long = sorted((float(width), float(height)))
+        found.append(Found(shape, likeness[shape], color, float(x), float(y), long, long / short))
     return found
 
 
@@ -143,8 +156,10 @@ def faults(scene: Scene, picture: Image.Image) -> list[str]:
         for thing in things:
             if thing.color != group.color:
                 wrong.append(f"color {thing.color}, not {group.color}")
-            if thing.shape != group.shape or thing.likeness < 0.8:
+            if thing.shape != group.shape or thing.likeness < LIKENESS:
                 wrong.append(f"shape {thing.shape} {thing.likeness:.2f}, not {group.shape}")
+            if thing.aspect > ASPECT:
+                wrong.append(f"{thing.aspect:.2f} times as long as short")
             if not low <= thing.diameter <= high:
                 wrong.append(f"diameter {thing.diameter:.0f}, not {group.size or 'medium'}")
     return wrong + _misplaced(scene, groups)

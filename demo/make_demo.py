@@ -1,7 +1,8 @@
-"""Makes the built-in demo: a tiny Z-Image base model and override files for it, offline and in seconds.
+"""Makes a tiny Z-Image base model of random numbers and override files for it, in seconds: for tests and benchmarks.
 
-The networks are real diffusers classes at a small width. Their weights are random numbers, so the pictures are
-abstract; every override has numbers of its own, so every override draws another picture.
+The networks are real diffusers classes at a small width, and the layouts are the real ones. The pictures are abstract;
+every override has numbers of its own, so every override draws another picture. What the WebUI comes with is trained,
+see assemble.py; it takes the layouts from here.
 
     python demo/make_demo.py OUT_DIR
 """

@@ -165,8 +165,9 @@ def rate(step: int, steps: int) -> float:
 class Run:
     """A training that can be stopped and gone on with: weights, their running average, the optimizers' state."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, share: float = 1.0) -> None:
         self.name = name
+        self.share = share
         self.task = TASKS[name]
         self.parameters = trained(self.task.modules())
         inner = [parameter for name, parameter in self.parameters.items() if is_inner(name, parameter)]
@@ -202,7 +203,7 @@ class Run:
             assert parameter.grad is not None
             matrix.grad = parameter.grad.view_as(matrix)
         for optimizer, full in zip(self.optimizers, self.task.rates[::-1], strict=False):
-            optimizer.param_groups[0]["lr"] = full * rate(self.step, steps)
+            optimizer.param_groups[0]["lr"] = full * self.share * rate(self.step, steps)
             optimizer.step()
         decay = min(self.task.decay, (1 + self.step) / (10 + self.step))
         for key, parameter in self.parameters.items():
@@ -210,10 +211,10 @@ class Run:
         self.step += 1
 
 
-def train(name: str, steps: int, workers: int) -> None:
+def train(name: str, steps: int, workers: int, share: float = 1.0) -> None:
     torch.set_num_threads(1)
     tasks.get_latents()
-    run = Run(name)
+    run = Run(name, share)
     parameters = list(run.parameters.values())
     shared = torch.cat([parameter.detach().flatten() for parameter in parameters]).share_memory_()
     pool = Pool(name, workers, shared, run.step)
@@ -248,8 +249,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--workers", type=int, default=2)
+    share = "share of the task's learning rates: 0.25 where a training that came to rest goes on"
+    parser.add_argument("--rate", type=float, default=1.0, help=share)
     parsed = parser.parse_args(arguments)
-    train(parsed.task, parsed.steps, parsed.workers)
+    train(parsed.task, parsed.steps, parsed.workers, parsed.rate)
     return 0
 
 

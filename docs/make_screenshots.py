@@ -17,8 +17,8 @@ from playwright.sync_api import Error, Page, expect, sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 PORT = 7899
-FILES = ("demo-comfyui-bf16", "demo-bundle-fp16")
-PROMPT = "a lighthouse at dusk"
+FILES = ("demo-outlines-bf16", "demo-pastel-int8-convrot", "demo-pencil-fp8-bundle")
+PROMPT = "a big yellow square left of a blue star on pink"
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def generate(page: Page) -> None:
 
 
 def compare(page: Page) -> None:
-    """Two files beside the base model's own transformer."""
+    """Three files beside the base model's own transformer."""
     page.get_by_role("tab", name="Compare", exact=True).click()
     for name in FILES:
         _choose(page, "#compare_files", name)

@@ -14,6 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
+from tiny_models import make_demo
 from transplant.digest import Digests
 from transplant.hosts.standalone.folders import Catalog
 from transplant.hosts.standalone.images import PictureStore
@@ -34,7 +35,8 @@ class Served:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps({"transplant_hub_cache": False}))
         self.pictures = PictureStore(folder / "outputs")
-        catalog = Catalog(folder / "models", folder / "demo" / "models")
+        make_demo.make_demo(folder / "demo")
+        catalog = Catalog(folder / "models", folder / "demo")
         self.worker = Worker(Settings(folder / "config.json"), catalog, self.pictures, Digests(), "cpu")
         self.worker.start()
         arguments = Arguments(LOCAL, 7860, login, folder, folder / "models", "cpu", None, False)

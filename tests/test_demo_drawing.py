@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 
 import inspector
 import measure
@@ -38,6 +38,12 @@ def test_the_check_passes_what_the_program_draws() -> None:
         assert inspector.faults(scene, shapes.draw(scene, rng)) == [], scene.prompt
 
 
+def test_the_check_passes_soft_edges() -> None:
+    for scene in shapes.held_out():
+        soft = shapes.draw(scene, random.Random(0)).filter(ImageFilter.GaussianBlur(1.5))
+        assert inspector.faults(scene, soft) == [], scene.prompt
+
+
 @pytest.mark.parametrize(
     "drawn",
     [
@@ -57,6 +63,9 @@ def test_the_check_fails_blots_and_noise() -> None:
     with_blot = picture.copy()
     with_blot.paste((40, 80, 220), (60, 100, 75, 115))
     assert inspector.faults(pair(), with_blot)
+    without_a_half = picture.copy()
+    without_a_half.paste("white", (int(shapes.SIZE * 0.75), 0, shapes.SIZE, shapes.SIZE))
+    assert inspector.faults(pair(), without_a_half)
     noise = np.random.default_rng(0).integers(0, 256, (shapes.SIZE, shapes.SIZE, 3), dtype=np.uint8)
     assert inspector.faults(pair(), Image.fromarray(noise))
     assert inspector.faults(pair(), Image.new("RGB", picture.size, "white"))

@@ -158,7 +158,8 @@ def test_what_is_trained_is_put_together(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tasks, "FOLDER", tmp_path)
     for task in ("text", "base", "decoder", "outlines", "pastel"):
         save_untrained(tmp_path, task)
-    base, *files = assemble.assemble(tmp_path / "models")
+    base, other, *files = assemble.assemble(tmp_path / "models")
+    assert other.name == "demo-flux.safetensors"
     assert [path.name for path in files] == [
         "demo-outlines-bf16.safetensors", "demo-outlines-nvfp4.safetensors",
         "demo-pastel-int8-convrot.safetensors", "demo-pastel-gguf-q8_0.gguf",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tiny_models import make_demo, write_sparse
+from tiny_models import write_sparse
 from transplant.hosts.standalone.folders import Catalog, find, list_bases, list_overrides
 
 LINKS = pytest.mark.skipif(os.name != "posix", reason="symbolic links and undecodable names need a POSIX system")
@@ -188,27 +188,18 @@ def test_pickled_weights_do_not_count(tmp_path: Path, hub: Path) -> None:
 
 
 def test_the_demo_is_offered_only_while_there_is_no_base_model(tmp_path: Path, hub: Path) -> None:
-    catalog = Catalog(tmp_path / "models", tmp_path / "demo")
+    catalog = Catalog(tmp_path / "models")
     write_override(tmp_path / "models" / "UNET" / "mine.safetensors")
     catalog.refresh(True)
-    assert catalog.needs_demo
-    catalog.make_demo()
-    catalog.refresh(True)
+    assert catalog.is_built_in
     assert list(catalog.bases) == ["transplant-demo-z-image"]
-    demo = ["demo-bundle-fp16", "demo-comfyui-bf16", "demo-diffusers-fp32", "demo-flux"]
-    assert list(catalog.overrides) == [*demo, "mine"]
+    demo = ["flux", "outlines-bf16", "outlines-nvfp4", "pastel-gguf-q8_0", "pastel-int8-convrot", "pencil-fp8-bundle"]
+    assert list(catalog.overrides) == [*(f"demo-{name}" for name in demo), "mine"]
     write_base(tmp_path / "models" / "Diffusers" / "own")
     catalog.refresh(True)
+    assert not catalog.is_built_in
     assert list(catalog.bases) == ["own"]
     assert list(catalog.overrides) == ["mine"]
-
-
-def test_the_demo_script_is_not_made_twice(tmp_path: Path) -> None:
-    catalog = Catalog(tmp_path / "models", tmp_path / "demo")
-    make_demo.make_demo(tmp_path / "demo")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    catalog.make_demo()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_folders_of_their_own_are_listed_instead(tmp_path: Path, hub: Path) -> None:

@@ -245,6 +245,8 @@ class Studio:
         if not config.exists():
             config.write_text(json.dumps({"transplant_hub_cache": False, **settings}))
         self.pictures = PictureStore(data / "outputs")
+        if not (models / "Diffusers").exists():
+            make_demo.make_demo(data / "demo")
         catalog = Catalog(models, data / "demo")
         self.worker = Worker(Settings(config), catalog, self.pictures, Digests(), "cpu")
         self.worker.start()

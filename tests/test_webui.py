@@ -21,6 +21,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tiny_models import make_demo
 from transplant.digest import Digests
+from transplant.hosts.standalone.folders import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 ARTEFACTS = Path(__file__).resolve().parent / "artefacts"
@@ -198,25 +199,25 @@ def test_an_override_changes_the_picture_and_a_wrong_file_changes_nothing(page: 
     own = draw(page, server)
     screenshot(page, "default")
 
-    choose(page, "sd_unet", "demo-comfyui-bf16")
-    idle(page, "the transformer demo-comfyui-bf16")
-    chosen(page, "sd_unet", "demo-comfyui-bf16")
+    choose(page, "sd_unet", "demo-outlines-bf16")
+    idle(page, "the transformer demo-outlines-bf16")
+    chosen(page, "sd_unet", "demo-outlines-bf16")
     other = draw(page, server, seed=5)
-    assert own.size == other.size == (256, 256)
+    assert own.size == other.size == (128, 128)
     assert own.tobytes() != other.tobytes()
     screenshot(page, "override")
 
-    digest = Digests().short(server.data / "demo" / "models" / make_demo.COMFYUI)
+    digest = Digests().short(BUILT_IN / "UNET" / "demo-outlines-bf16.safetensors")
     parameters = other.info["parameters"]
-    assert parameters.startswith("a lighthouse at dusk\nSteps: 8, Size: 256x256, Seed: 5, CFG scale: 1, ")
-    assert parameters.endswith(f"Model: {DEMO_BASE}, UNET: demo-comfyui-bf16, UNET hash: {digest}")
+    assert parameters.startswith("a lighthouse at dusk\nSteps: 8, Size: 128x128, Seed: 5, CFG scale: 1, ")
+    assert parameters.endswith(f"Model: {DEMO_BASE}, UNET: demo-outlines-bf16, UNET hash: {digest}")
     assert own.info["parameters"].endswith(f"Model: {DEMO_BASE}")
 
     choose(page, "sd_unet", "demo-flux (FLUX.1)")
     message(page, "holds a transformer of the FLUX.1 family")
-    message(page, "demo-comfyui-bf16 stays loaded")
-    chosen(page, "sd_unet", "demo-comfyui-bf16")
-    assert server.options()["sd_unet"] == "demo-comfyui-bf16"
+    message(page, "demo-outlines-bf16 stays loaded")
+    chosen(page, "sd_unet", "demo-outlines-bf16")
+    assert server.options()["sd_unet"] == "demo-outlines-bf16"
     screenshot(page, "refused")
 
     assert draw(page, server, seed=5).tobytes() == other.tobytes()
@@ -246,9 +247,9 @@ def test_a_generation_shows_its_progress_and_can_be_cancelled(page: Page, server
     progress = page.locator("#transplant_progress")
     expect(progress).to_contain_text(re.compile(r"Picture 1 of 8, step \d+ of 100"), timeout=30_000)
     expect(progress.get_by_role("progressbar")).to_have_attribute("aria-valuenow", re.compile(r"\d"))
-    choose(page, "sd_unet", "demo-diffusers-fp32")
+    choose(page, "sd_unet", "demo-pastel-int8-convrot")
     expect(progress).to_contain_text("1 waiting")
-    chosen(page, "sd_unet", "demo-diffusers-fp32")
+    chosen(page, "sd_unet", "demo-pastel-int8-convrot")
     assert server.options()["sd_unet"] == "Default"
     screenshot(page, "progress")
     page.locator("#transplant_cancel_waiting").click()
@@ -263,7 +264,7 @@ def test_a_generation_shows_its_progress_and_can_be_cancelled(page: Page, server
 def test_refresh_finds_a_new_file_and_a_second_tab_agrees(page: Page, browser: Browser, server: Server) -> None:
     new = server.models / "UNET" / "sub" / "brand new.safetensors"
     new.parent.mkdir(parents=True)
-    shutil.copy(server.data / "demo" / "models" / make_demo.DIFFUSERS, new)
+    shutil.copy(BUILT_IN / "UNET" / "demo-pastel-int8-convrot.safetensors", new)
     page.locator("#setting_sd_unet input").click()
     expect(page.get_by_role("option", name="demo-flux (FLUX.1)")).to_be_visible()
     assert page.get_by_role("option", name="brand new").count() == 0

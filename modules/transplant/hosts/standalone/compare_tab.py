@@ -11,6 +11,7 @@ from transplant.hosts.standalone import page
 from transplant.hosts.standalone.compare import make_comparison
 from transplant.hosts.standalone.jobs import Saved
 from transplant.hosts.standalone.live import Follower, owner_of
+from transplant.hosts.standalone.starting import first_prompt, first_side
 from transplant.hosts.standalone.worker import Worker
 from transplant.options import option
 from transplant.request import make_request
@@ -63,15 +64,19 @@ def _form(worker: Worker) -> tuple[dict[str, Any], gr.Button]:
         _files(worker), value=[DEFAULT], multiselect=True, elem_id="compare_files",
         label="Files, the first is what the others are compared with",
     )  # fmt: skip
-    fields["prompts"] = gr.Textbox(label="Prompts, one in a line", lines=3, elem_id="compare_prompts")
+    fields["prompts"] = gr.Textbox(
+        lambda: first_prompt(worker.catalog), label="Prompts, one in a line", lines=3, elem_id="compare_prompts"
+    )
     fields["seeds"] = gr.Textbox("1, 2", label="Seeds", max_lines=1, elem_id="compare_seeds")
     button = gr.Button("Compare", variant="primary", elem_id="compare_start")
     with gr.Row():
         fields["steps"] = gr.Slider(1, 100, 8, step=1, label="Steps", elem_id="compare_steps")
         fields["guidance"] = gr.Slider(0, 20, 1, step=0.1, label="Guidance", elem_id="compare_cfg_scale")
     with gr.Row():
-        fields["width"] = gr.Slider(64, 2048, 256, step=16, label="Width", elem_id="compare_width")
-        fields["height"] = gr.Slider(64, 2048, 256, step=16, label="Height", elem_id="compare_height")
+        for name in ("width", "height"):
+            fields[name] = gr.Slider(
+                64, 2048, lambda: first_side(worker.catalog), step=16, label=name.title(), elem_id=f"compare_{name}"
+            )
     fields["sampler"] = gr.Dropdown([DEFAULT_SAMPLER], label="Sampler", elem_id="compare_sampling")
     return fields, button
 

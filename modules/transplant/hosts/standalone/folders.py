@@ -5,7 +5,6 @@ Names come from the lists that this module makes; a name from outside is looked 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -13,7 +12,6 @@ import threading
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 from huggingface_hub import constants
@@ -21,7 +19,7 @@ from huggingface_hub import constants
 from transplant.architectures.detect import TRANSFORMER
 from transplant.base_model import INDEXES, BaseModel, read_base
 from transplant.checkpoint.shards import INDEX, choices, title
-from transplant.errors import BaseModelError, TransplantError, printable, sample
+from transplant.errors import BaseModelError, printable, sample
 from transplant.inventory import Entry, Inventory
 from transplant.slots import DEFAULT, NONE
 
@@ -37,7 +35,8 @@ RESERVED = (DEFAULT, NONE)
 WITHOUT_WEIGHTS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "FeatureExtractor")
 """Ends of the class names of components that have no weights."""
 
-MAKE_DEMO = Path(__file__).resolve().parents[4] / "demo" / "make_demo.py"
+BUILT_IN = Path(__file__).resolve().parents[4] / "demo" / "trained"
+"""The models folder that comes with Transplant."""
 
 
 def _has_index(folder: Path) -> bool:
@@ -101,19 +100,19 @@ def find(names: Mapping[str, Path], wanted: str) -> Path | None:
 
 
 class Catalog:
-    """The base models and overrides that can be chosen now; the demo's where there is no base model at all.
+    """The base models and overrides that can be chosen now; the built-in ones where there is no base model at all.
 
     Attributes:
         models_dir: the user's models folder.
-        demo_dir: the models folder that the demo is made in.
+        built_in_dir: a models folder that is offered while the user's has no base model.
         inventory: what the overrides are.
         bases_dir: the folder with base models.
         overrides_dir: the folder with overrides.
     """
 
-    def __init__(self, models_dir: Path, demo_dir: Path, inventory: Inventory | None = None) -> None:
+    def __init__(self, models_dir: Path, built_in_dir: Path = BUILT_IN, inventory: Inventory | None = None) -> None:
         self.models_dir = models_dir
-        self.demo_dir = demo_dir
+        self.built_in_dir = built_in_dir
         self.inventory = inventory or Inventory()
         self.bases_dir, self.overrides_dir = models_dir / BASES, models_dir / OVERRIDES
         self._bases: dict[str, Path] = {}
@@ -170,9 +169,9 @@ class Catalog:
             return dict(self._seen)
 
     @property
-    def needs_demo(self) -> bool:
-        """Whether there is nothing to load, not even a demo that was made before."""
-        return not self.bases
+    def is_built_in(self) -> bool:
+        """Whether the base models are the built-in ones."""
+        return any(path.is_relative_to(self.built_in_dir) for path in self.bases.values())
 
     def refresh(self, include_hub_cache: bool, bases_dir: str = "", overrides_dir: str = "") -> None:
         """Look at the folders again; at others than those of the models folder where they are given."""
@@ -181,38 +180,11 @@ class Catalog:
         bases = list_bases(self.models_dir, include_hub_cache, self.bases_dir)
         overrides = list_overrides(self.models_dir, self.overrides_dir)
         if not bases:
-            bases = list_bases(self.demo_dir, False)
-            overrides = _sorted({**list_overrides(self.demo_dir), **overrides}) if bases else overrides
+            bases = list_bases(self.built_in_dir, False)
+            overrides = _sorted({**list_overrides(self.built_in_dir), **overrides}) if bases else overrides
         entries = _by_relative_path(self.bases_dir, bases) | _by_relative_path(self.overrides_dir, overrides)
         with self._lock:
             self._bases, self._overrides, self._entries = bases, overrides, entries
-
-    def make_demo(self) -> None:
-        """Write the demo where it is not complete yet.
-
-        Raises:
-            TransplantError: it cannot be written.
-        """
-        try:
-            _demo_maker().make_demo(self.demo_dir)
-        except OSError as error:
-            raise TransplantError(
-                f"the demo cannot be written to {self.demo_dir} ({error.strerror}); "
-                f"put a base model into {self.bases_dir}"
-            ) from error
-
-
-def _demo_maker() -> ModuleType:
-    """demo/make_demo.py, loaded by its path: it is a script, not a part of the package."""
-    spec = importlib.util.spec_from_file_location("transplant_make_demo", MAKE_DEMO)
-    if spec is None or spec.loader is None:
-        raise TransplantError(f"{MAKE_DEMO} is missing: the installation is incomplete")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError as error:
-        raise TransplantError(f"{MAKE_DEMO} is missing: the installation is incomplete") from error
-    return module
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[Path]]]:

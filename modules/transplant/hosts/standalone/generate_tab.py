@@ -10,6 +10,7 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone.jobs import Saved
 from transplant.hosts.standalone.live import Follower, owner_of
+from transplant.hosts.standalone.starting import first_prompt, first_side
 from transplant.hosts.standalone.worker import Worker
 from transplant.request import make_request, parse_infotext
 from transplant.samplers import DEFAULT_SAMPLER
@@ -24,7 +25,7 @@ def draw(worker: Worker) -> list[Follower]:
     """Draw the tab; element ids are SD.Next's."""
     with gr.Row():
         with gr.Column(scale=5, min_width=320):
-            fields, button, reuse, file = _form()
+            fields, button, reuse, file = _form(worker)
         with gr.Column(scale=6, min_width=320):
             gallery = gr.Gallery(
                 label="Pictures", elem_id="txt2img_gallery", columns=2, height=520, object_fit="contain", preview=True,
@@ -57,20 +58,23 @@ def draw(worker: Worker) -> list[Follower]:
     ]
 
 
-def _form() -> tuple[dict[str, Any], gr.Button, gr.Button, gr.File]:
+def _form(worker: Worker) -> tuple[dict[str, Any], gr.Button, gr.Button, gr.File]:
     """The parameters by name, the button, the one for the last seed, and the place for a picture to read from."""
     fields: dict[str, Any] = {}
     fields["prompt"] = gr.Textbox(
-        label="Prompt", elem_id="txt2img_prompt", lines=3, placeholder="What should be in the picture"
-    )
+        lambda: first_prompt(worker.catalog), label="Prompt", elem_id="txt2img_prompt", lines=3,
+        placeholder="What should be in the picture",
+    )  # fmt: skip
     fields["negative"] = gr.Textbox(label="Negative prompt", elem_id="txt2img_neg_prompt", lines=1)
     button = gr.Button("Generate", variant="primary", elem_id="txt2img_generate")
     with gr.Row():
         fields["steps"] = gr.Slider(1, 100, 8, step=1, label="Steps", elem_id="txt2img_steps")
         fields["guidance"] = gr.Slider(0, 20, 1, step=0.1, label="Guidance", elem_id="txt2img_cfg_scale")
     with gr.Row():
-        fields["width"] = gr.Slider(64, 2048, 256, step=16, label="Width", elem_id="txt2img_width")
-        fields["height"] = gr.Slider(64, 2048, 256, step=16, label="Height", elem_id="txt2img_height")
+        for name in ("width", "height"):
+            fields[name] = gr.Slider(
+                64, 2048, lambda: first_side(worker.catalog), step=16, label=name.title(), elem_id=f"txt2img_{name}"
+            )
     with gr.Row():
         with gr.Row(elem_classes="tp-choice"):
             fields["seed"] = gr.Number(-1, label="Seed (-1 draws one)", elem_id="txt2img_seed", min_width=120)

@@ -6,7 +6,7 @@ The settings say what is selected, `holding` says what is loaded; after each loa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -79,9 +79,7 @@ class Models:
         keep_settings: True while a job has models of its own for a while: what is loaded then is not saved.
     """
 
-    def __init__(
-        self, host: Host, settings: Settings, catalog: Catalog, digests: Digests, look_again: Callable[[], None]
-    ) -> None:
+    def __init__(self, host: Host, settings: Settings, catalog: Catalog, digests: Digests) -> None:
         self.holding: Holding | None = None
         self.missing: frozenset[str] = frozenset()
         self.notes: dict[str, Note] = {}
@@ -91,7 +89,6 @@ class Models:
         self._settings = settings
         self._catalog = catalog
         self._digests = digests
-        self._look_again = look_again
         self._session: Session | None = None
         self._names: dict[Path, str] = {}
 
@@ -120,12 +117,8 @@ class Models:
         return pipeline
 
     def load_at_start(self, job: Job) -> Notice | None:
-        """Make the demo where there is nothing else, and load what the settings name."""
-        if self._catalog.needs_demo:
-            job.report("Making the demo", None)
-            self._catalog.make_demo()
-            self._look_again()
-        self._forget_demo()
+        """Load what the settings name."""
+        self._forget_built_in()
         self.follow_names()
         problems = list(self._settings.warnings)
         if not any(path.is_relative_to(self._catalog.models_dir) for path in self._catalog.overrides.values()):
@@ -343,13 +336,13 @@ class Models:
         reason = refusal_on(self._host.load_settings().device)
         return Note(f"No effect: {reason}." if reason else "", not reason)
 
-    def _forget_demo(self) -> None:
-        """Settings that name the demo count as not set once it is not offered any more."""
+    def _forget_built_in(self) -> None:
+        """Settings that name the built-in models count as not set once those are not offered any more."""
         if self._settings.get(BASE) in self._catalog.bases:
             return
-        if self._settings.get(BASE) in list_bases(self._catalog.demo_dir, False):
-            demo = list_overrides(self._catalog.demo_dir)
-            self._save({BASE: "", **{key: DEFAULT for key in SLOT_OF if self._settings.get(key) in demo}})
+        if self._settings.get(BASE) in list_bases(self._catalog.built_in_dir, False):
+            known = list_overrides(self._catalog.built_in_dir)
+            self._save({BASE: "", **{key: DEFAULT for key in SLOT_OF if self._settings.get(key) in known}})
 
     def _save(self, values: Mapping[str, str]) -> None:
         try:

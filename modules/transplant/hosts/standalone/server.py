@@ -37,7 +37,7 @@ class Arguments:
         address: the address to listen on.
         port: the port; 0 takes a free one.
         login: user and password, or None.
-        data_dir: folder of config.json, outputs, cache and the demo.
+        data_dir: folder of config.json, outputs and cache.
         models_dir: folder of base models and overrides.
         device: torch device, or "auto".
         dtype: compute dtype for this run; None leaves it to the option.
@@ -167,7 +167,7 @@ def _run(arguments: Arguments, listener: socket.socket) -> None:
     cache = arguments.data_dir / "cache"
     worker = Worker(
         settings,
-        Catalog(arguments.models_dir, arguments.data_dir / "demo" / "models", Inventory(cache / "inventory.json")),
+        Catalog(arguments.models_dir, inventory=Inventory(cache / "inventory.json")),
         pictures, Digests(cache / "digests.json"), arguments.device, arguments.dtype,
     )  # fmt: skip
     try:

@@ -68,7 +68,7 @@ class Worker:
         self.catalog = catalog
         self.pictures = pictures
         self.queue = JobQueue(self._bump)
-        self.models = Models(self, settings, catalog, digests, self._look_again)
+        self.models = Models(self, settings, catalog, digests)
         self.revision = 0
         self._digests = digests
         self._device = device
