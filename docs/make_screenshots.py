@@ -64,7 +64,7 @@ def compare(page: Page) -> None:
     page.get_by_role("tab", name="Compare", exact=True).click()
     for name in FILES:
         _choose(page, "#compare_files", name)
-    page.keyboard.press("Escape")
+        page.keyboard.press("Escape")
     page.locator("#compare_prompts textarea").fill(PROMPT)
     page.locator("#compare_start").click()
     expect(page.locator("#compare_result img")).to_be_visible(timeout=120_000)

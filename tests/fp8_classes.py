@@ -126,7 +126,6 @@ MORE: Mapping[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }  # fmt: skip
 """Configs and inputs of the classes that no pipeline of tiny_pipelines.py draws with."""
 
-NOT_RUN = {"WanAnimate2Transformer3DModel": "its calls need the key and value cache that its modular pipeline fills"}
 
 
 class _CaughtError(Exception):

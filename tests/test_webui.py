@@ -432,9 +432,9 @@ def test_fp8_storage_says_what_it_will_do(
         top = next(opener)
         idle(top, f"{DEMO_BASE} with its own transformer, bfloat16 on cpu")
         box = top.locator("#setting_fp8_storage")
-        expect(box).to_contain_text(re.compile(r"1\.\d\d MB → 0\.\d\d MB"), timeout=30_000)
+        expect(box).to_contain_text(re.compile(r"7\.\d\d MB → 4\.\d\d MB"), timeout=30_000)
         box.locator("input").click()
-        expect(box).to_contain_text(re.compile(r"0\.\d\d MB instead of 1\.\d\d MB"), timeout=30_000)
+        expect(box).to_contain_text(re.compile(r"4\.\d\d MB instead of 7\.\d\d MB"), timeout=30_000)
         assert able.options()["fp8_storage"] is True
         assert "FP8 storage for transformer of" in able.output()
         screenshot(top, "fp8-storage")

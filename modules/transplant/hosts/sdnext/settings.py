@@ -33,7 +33,8 @@ def load_settings(dtype: torch.dtype | None = None, quantize: QuantizeOnLoad | N
         quantize: how float files are quantized.
     """
     devices = app.module("modules.devices")
-    device = devices.device if app.option("diffusers_offload_mode", "none") == "none" else devices.cpu
+    computes = torch.device(devices.device)
+    rests = computes if app.option("diffusers_offload_mode", "none") == "none" else torch.device(devices.cpu)
     use_mmap = {"on": True, "off": False}.get(app.option("transplant_mmap", "auto"), mmap_by_default())
     matmul = str(app.option("sdnq_quantize_matmul_mode", "disabled"))
     compute = Compute(
@@ -42,8 +43,9 @@ def load_settings(dtype: torch.dtype | None = None, quantize: QuantizeOnLoad | N
         dequantize_fp32=bool(app.option("sdnq_dequantize_fp32", True)),
         fp8_storage=bool(app.option("fp8_storage", False)),
         quantize=quantize,
+        runs_on=None if rests == computes else computes,
     )
-    return LoadSettings(torch.device(device), dtype or devices.dtype, use_mmap, compute)
+    return LoadSettings(rests, dtype or devices.dtype, use_mmap, compute)
 
 
 def quantize_on_load(arguments: Mapping[str, Any]) -> QuantizeOnLoad | None:
