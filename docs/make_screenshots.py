@@ -62,9 +62,10 @@ def generate(page: Page) -> None:
 def compare(page: Page) -> None:
     """Three files beside the base model's own transformer."""
     page.get_by_role("tab", name="Compare", exact=True).click()
+    page.locator("#compare_files input").click()
     for name in FILES:
-        _choose(page, "#compare_files", name)
-        page.keyboard.press("Escape")
+        page.get_by_role("option", name=name, exact=True).click()
+    page.keyboard.press("Escape")
     page.locator("#compare_prompts textarea").fill(PROMPT)
     page.locator("#compare_start").click()
     expect(page.locator("#compare_result img")).to_be_visible(timeout=120_000)
