@@ -127,7 +127,6 @@ MORE: Mapping[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 """Configs and inputs of the classes that no pipeline of tiny_pipelines.py draws with."""
 
 
-
 class _CaughtError(Exception):
     """Ends a pipeline's call at its first step."""
 

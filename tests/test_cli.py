@@ -165,6 +165,17 @@ def test_generate_says_what_it_does_and_checks_its_target_first(models: Path, tm
     assert "nothing can be written to" in refused.stderr and "Traceback" not in refused.stderr
 
 
+def test_arguments_without_an_effect_are_refused(models: Path, tmp_path: Path) -> None:
+    """A file for a second transformer that the base model has not, and bad JSON, also where nothing is quantized."""
+    base, file = models / make_demo.BASE, models / make_demo.COMFYUI
+    done = run("generate", "--base", base, "--unet-secondary", file, "--prompt", "x", "-o", tmp_path / "x.png")
+    assert done.returncode == 1
+    assert "has no second transformer" in done.stderr and not (tmp_path / "x.png").exists()
+    done = run("load", file, "--base", base, "--modules-dtype", "{bad")
+    assert done.returncode == 1
+    assert "--modules-dtype" in done.stderr and "not valid JSON" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path: Path) -> None:
     done = run("inspect", tmp_path / ("x" * 300 + ".safetensors"))
     assert done.returncode == 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from transplant.errors import OverrideArchMismatch, TransplantError, printable
+from transplant.errors import BaseModelError, OverrideArchMismatch, TransplantError, printable
 from transplant.samplers import DEFAULT_SAMPLER, SAMPLERS
 
 if TYPE_CHECKING:
@@ -165,11 +165,12 @@ def _quantize_on_load(arguments: argparse.Namespace) -> QuantizeOnLoad | None:
     from transplant.hosts.base import module_names, modules_by_dtype
     from transplant.sdnq_bridge import QuantizeOnLoad
 
+    other_dtypes = modules_by_dtype("--modules-dtype", arguments.modules_dtype)
     if not arguments.quantize:
         return None
     return QuantizeOnLoad(
         arguments.quantize, arguments.group_size, arguments.svd_rank > 0, arguments.svd_rank or 32, arguments.hadamard,
-        module_names(arguments.modules_to_not_convert), modules_by_dtype("--modules-dtype", arguments.modules_dtype),
+        module_names(arguments.modules_to_not_convert), other_dtypes,
     )  # fmt: skip
 
 
@@ -328,6 +329,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from transplant.base_model import read_base
     from transplant.checkpoint.shards import title
     from transplant.digest import Digests
     from transplant.generate import generate
@@ -336,7 +338,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transplant.pictures import png_bytes
     from transplant.pipeline import Session
     from transplant.request import Request, infotext
-    from transplant.slots import SLOTS, Override
+    from transplant.slots import SECONDARY, SLOTS, Override
     from transplant.storage import write_atomically
 
     _check_writable(arguments.output.parent)
@@ -344,6 +346,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     if offload.mode != "none" and (reason := refusal_on(settings.device)):
         print(f"offloading has no effect: it {reason}", file=sys.stderr)
+    if arguments.unet_secondary and SECONDARY.component_in(read_base(arguments.base)) is None:
+        raise BaseModelError(f"{arguments.base} has no second transformer: leave --unet-secondary out")
     session = Session(PlainHost(settings.offloaded(offload)))
     files = [Override(title(file), file) if file else None for file in (arguments.unet, arguments.unet_secondary)]
     outcome = session.load_base(arguments.base, *files)
