@@ -28,9 +28,10 @@ from tiny_models import (
 from transplant import errors
 from transplant.base_model import read_base
 from transplant.build import build
+from transplant.inspection import inspect_file
 from transplant.memory import anonymous_bytes
 from transplant.plan import plan
-from transplant.view import plan_json, plan_rows
+from transplant.view import file_rows, plan_json, plan_rows
 
 Z_IMAGE_FLOAT = ("z_image_turbo_comfy_bf16", "z_image_turbo_comfy_bf16_prefixed", "z_image_diffusers_bf16")
 ROOT = Path(__file__).parent.parent
@@ -162,11 +163,14 @@ def controlnet() -> dict[str, torch.Tensor]:
     [("LoRA", lora()), ("VAE", vae()), ("text encoder", text_encoder()), ("ControlNet", controlnet())],
 )
 def test_other_kinds(kind: str, tensors: dict, tiny: tuple[Path, ZImageTransformer2DModel], tmp_path: Path) -> None:
-    """Each is named for what it is, with the folder it belongs to."""
+    """Each is named for what it is; the way out is one that every host has. The rows call nothing the transformer's."""
     with pytest.raises(errors.NotATransformer) as refusal:
         plan(save(tmp_path / "x.safetensors", tensors), tiny[0])
     assert refusal.value.kind == kind
-    assert f"{kind} folder" in refusal.value.remedy
+    assert f"where your program takes {kind}s, if it does" in refusal.value.remedy
+    assert "folder" not in refusal.value.remedy
+    found = inspect_file(tmp_path / "x.safetensors")
+    assert dict(file_rows(found.header, found.keys, found.detection))["tensors"] == f"{len(tensors)} stored"
 
 
 def test_vae_only_bundle(tiny: tuple[Path, ZImageTransformer2DModel], tmp_path: Path) -> None:

@@ -224,8 +224,32 @@ def test_a_folder_that_diffusers_saved(tmp_path: Path, model: Any, base: Path) -
     for name in ("sharded", "whole", "bare"):
         built = build(plan(tmp_path / name, base)).transformer.state_dict()
         assert all(torch.equal(tensor, built[key]) for key, tensor in model.state_dict().items()), name
-    with pytest.raises(errors.UnreadableFile, match="it is a folder"):
+    with pytest.raises(errors.UnreadableFile, match="is a folder without"):
         read_header(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ((), "It holds no checkpoint: choose a .safetensors"),
+        (("x.bin", "config.json"), "It holds pickled weights, which are never opened"),
+        (("x-00001-of-00002.safetensors", "x-00002-of-00002.safetensors"), "Choose in it x-00001-of-00002.safetensors"),
+        (("b.gguf", "a.safetensors"), "Choose in it a.safetensors, b.gguf"),
+        (
+            ("model_index.json", "transformer/diffusion_pytorch_model.safetensors", f"vae/{INDEX}"),
+            "a whole pipeline: choose transformer in it, or use it as base model",
+        ),
+    ],
+)
+def test_a_folder_without_a_model_names_the_way_out(tmp_path: Path, files: tuple[str, ...], told: str) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(b"{}")
+    with pytest.raises(errors.UnreadableFile) as caught:
+        read_header(tmp_path)
+    assert caught.value.problem.startswith("is a folder without diffusion_pytorch_model.safetensors")
+    assert told in caught.value.remedy
+    assert caught.value.remedy.count("x-0000") < 2
 
 
 def test_quantized_layers_spread_over_files(tmp_path: Path, model: Any, base: Path) -> None:

@@ -129,10 +129,15 @@ def file_rows(header: Header, keys: NamedKeys, detection: Detection) -> list[Row
         *([("variant", str(detection.variant))] if detection.variant else []),
         ("layout", detection.layout.name if detection.layout else "unknown"),
         ("prefix", keys.prefix or "none"),
-        ("tensors", f"{len(header.tensors)} stored, {len(keys.stored)} of them the transformer's"),
+        ("tensors", f"{len(header.tensors)} stored{_own(keys, detection)}"),
         ("not read", _counts(keys.companions)),
         *(("rejected", text) for text in lost[:5]),
     ]
+
+
+def _own(keys: NamedKeys, detection: Detection) -> str:
+    """How many of a file's tensors are the transformer's, where it holds one."""
+    return f", {len(keys.stored)} of them the transformer's" if detection.kind in (TRANSFORMER, BUNDLE) else ""
 
 
 def file_groups(header: Header, keys: NamedKeys) -> list[Group]:

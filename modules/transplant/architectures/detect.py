@@ -38,11 +38,10 @@ _VAE = (
 MARKERS = (_LORA, _CONTROLNET, _TEXT_ENCODER, _VAE)
 """What tells files that are no transformers."""
 
-_KINDS: tuple[tuple[str, str], ...] = (
-    ("LoRA", "Put it into the LoRA folder and use it in the prompt or the LoRA list, not as a transformer"),
-    ("ControlNet", "Put it into the ControlNet folder and choose it there"),
-    ("text encoder", "Put it into the text encoder folder; the transformer's dropdown takes transformers only"),
-    ("VAE", "Put it into the VAE folder; the transformer's dropdown takes transformers only"),
+_OTHER_KINDS = ("LoRA", "ControlNet", "text encoder", "VAE")
+_REMEDY = (
+    "A {kind} cannot replace a transformer: use it where your program takes {kind}s, if it does, and choose a file "
+    "with a whole transformer here"
 )
 
 
@@ -144,9 +143,8 @@ def identify(
 
 def refuse_other_kinds(path: Path, detection: Detection) -> None:
     """Raise NotATransformer where a file is a LoRA, a ControlNet, a text encoder or a VAE."""
-    remedy = dict(_KINDS).get(detection.kind)
-    if remedy is not None:
-        raise NotATransformer(path, detection.kind, detection.why, remedy)
+    if detection.kind in _OTHER_KINDS:
+        raise NotATransformer(path, detection.kind, detection.why, _REMEDY.format(kind=detection.kind))
 
 
 def _other_kind(keys: NamedKeys, rejected: tuple[Rejected, ...]) -> Detection:

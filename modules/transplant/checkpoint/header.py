@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from transplant.checkpoint.quick import Columns, quick_columns
-from transplant.checkpoint.shards import members, named_members
+from transplant.checkpoint.shards import members, named_members, no_model_in
 from transplant.checkpoint.sniff import Sniffed, sniff
 from transplant.errors import (
     BadHeader,
@@ -217,8 +217,9 @@ def _joined(path: Path, headers: Sequence[Header]) -> Header:
 
 def _read_file(path: Path) -> Header:
     if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "not a regular file"
-        raise UnreadableFile(path, f"cannot be read (it is {what})", "Choose a file")
+        if path.is_dir():
+            raise UnreadableFile(path, *no_model_in(path))
+        raise UnreadableFile(path, "cannot be read (it is not a regular file)", "Choose a file")
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

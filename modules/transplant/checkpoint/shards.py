@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, cast
 
-from transplant.errors import BadIndex, MissingShards
+from transplant.errors import BadIndex, MissingShards, sample
 
 INDEX = ".safetensors.index.json"
 MODEL = "diffusion_pytorch_model"
 """What diffusers calls the weights in a model's folder."""
+
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 
 MAX_SHARDS = 1000
 
@@ -90,6 +92,25 @@ def model_in(folder: Path) -> Path | None:
         if (folder / name).is_file():
             return folder / name
     return min(folder.glob(f"{MODEL}-[0-9]*-of-[0-9]*.safetensors"), default=None)
+
+
+def no_model_in(folder: Path) -> tuple[str, str]:
+    """What is wrong with a folder that is chosen as a file and holds no model, and what to choose instead."""
+    problem = f"is a folder without {MODEL}.safetensors, its index or its parts, which diffusers saves a model in"
+    try:
+        inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})", "Check that it may be read"
+    models = [path.name for path in inside if path.is_dir() and model_in(path) is not None]
+    if models:
+        best = next((name for name in ("transformer", "unet") if name in models), models[0])
+        return problem, f"It looks like a whole pipeline: choose {best} in it, or use it as base model"
+    files = [path for path in inside if path.name.lower().endswith((".safetensors", ".gguf", INDEX))]
+    if files:
+        return problem, f"Choose in it {sample([path.name for path in choices(folder, files)], 3)}"
+    if any(path.suffix.lower() in PICKLES for path in inside):
+        return problem, "It holds pickled weights, which are never opened: convert them to safetensors first"
+    return problem, "It holds no checkpoint: choose a .safetensors or .gguf file, or a folder with one of those names"
 
 
 def choices(folder: Path, files: Iterable[Path], is_root: bool = False) -> list[Path]:
