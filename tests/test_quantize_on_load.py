@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
-from sdnq import SDNQConfig
+from sdnq import SDNQConfig, quantizer
 from sdnq.common import accepted_weight_dtypes
 from sdnq.quantizer import sdnq_quantize_layer_weight
 
@@ -122,7 +123,7 @@ def test_some_rows_at_a_time_are_the_whole(
     shape: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes of every width: the bytes, shapes and strides of SDNQ's own call for the whole weight."""
-    monkeypatch.setattr(sdnq_rows, "AT_ONCE", 32 * shape[1])
+    monkeypatch.setattr(sdnq_rows, "AT_ONCE", 8 * shape[1])
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 0.05).bfloat16()
     cut = 0
     for dtype in FEW if options else EVERY_WIDTH:
@@ -146,13 +147,76 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+def quantized_on_load(
+    weight: torch.Tensor,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    own: Callable[..., Any] = sdnq_quantize_layer_weight,
+) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
+    """The tensors of a weight, 8 rows at a time, and the shapes that SDNQ's own function was called for."""
+    asked: list[torch.Size] = []
+
+    def watched(part: torch.Tensor, **arguments: Any) -> Any:
+        asked.append(part.shape)
+        return own(part, **arguments)
+
+    monkeypatch.setattr(sdnq_rows, "AT_ONCE", 8 * weight.shape[1])
+    monkeypatch.setattr(quantizer, "sdnq_quantize_layer_weight", watched)
+    arguments = {"layer_class_name": "Linear", "weights_dtype": dtype, "torch_dtype": torch.bfloat16}
+    _, tensors = sdnq_rows.quantize_weight(weight, arguments)
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}, asked
+
+
+def is_same(found: dict[str, torch.Tensor], weight: torch.Tensor, dtype: str) -> bool:
+    _, expected = sdnq_quantize_layer_weight(weight.float(), "Linear", dtype, torch_dtype=torch.bfloat16)
+    return all(torch.equal(as_bytes(tensor), as_bytes(expected[key])) for key, tensor in found.items())
+
+
+@pytest.mark.parametrize("dtype", EVERY_WIDTH)
+def test_sdnqs_own_function_is_asked_for_one_part(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the shapes; of no part does it make anything else. It makes all of what is in one bit."""
+    weight = torch.randn((128, 320), generator=torch.Generator().manual_seed(3)).bfloat16()
+    found, asked = quantized_on_load(weight, dtype, monkeypatch)
+    assert asked == [weight.shape, *[torch.Size((8, 320))] * (16 if dtype in ("int1", "uint1") else 1)]
+    assert is_same(found, weight, dtype)
+
+
+@pytest.mark.parametrize("dtype", FEW)
+def test_rows_without_a_usual_scale_are_left_to_sdnq(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros of both signs, one value throughout, infinity: the bytes of SDNQ's own call."""
+    weight = torch.randn((128, 320), generator=torch.Generator().manual_seed(4)).bfloat16()
+    weight[3] = 0.0
+    weight[17, ::2], weight[17, 1::2] = 0.0, -0.0
+    weight[33].abs_()[::7] = -0.0
+    weight[50] = 0.25
+    weight[70] = 1e-40
+    weight[90, 5] = torch.inf
+    found, asked = quantized_on_load(weight, dtype, monkeypatch)
+    assert is_same(found, weight, dtype)
+    assert 1 < asked.count(torch.Size((8, 320))) < 8
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint4"])
+def test_an_sdnq_of_other_arithmetic_is_asked_for_all(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part that is not its bytes is enough."""
+    weight = torch.randn((128, 320), generator=torch.Generator().manual_seed(5)).bfloat16()
+
+    def other(part: torch.Tensor, **arguments: Any) -> Any:
+        return sdnq_quantize_layer_weight(part * 1.01, **arguments)
+
+    found, asked = quantized_on_load(weight, dtype, monkeypatch, other)
+    assert asked.count(torch.Size((8, 320))) == 1 + 16
+    assert is_same(found, weight.float() * 1.01, dtype)
+    assert not is_same(found, weight, dtype)
+
+
 def test_the_plan_knows_that_only_some_rows_are_in_fp32(base: Path, tmp_path: Path) -> None:
-    """Of a weight of 59 MB in fp32, three times a megabyte; of one whose rows are rotated together, all."""
+    """Of a weight of 59 MB in fp32, 8 rows a thread, thrice; of one whose rows are rotated together, all."""
     network = shapes_only(ZImageTransformer2DModel, {"dim": 3840, "n_heads": 30, "n_kv_heads": 30, "n_layers": 1})
     module = network.layers[0].attention.to_out[0]
     told = {}
     for wanted in (QuantizeOnLoad("int8"), QuantizeOnLoad("int8", use_hadamard=True)):
         in_flight = InFlight(network, wanted, torch.bfloat16, Compute())
         told[wanted.use_hadamard] = in_flight.planned("layers.0.attention.to_out.0.weight", module, torch.device("cpu"))
-    assert told[False][2] == 12 * (sdnq_rows.AT_ONCE // 3840 // 32 * 32) * 3840
+    assert told[False][2] == 12 * min(torch.get_num_threads(), sdnq_rows.MAX_THREADS) * 8 * 3840
     assert told[True][2] == 12 * 3840 * 3840

@@ -2,25 +2,33 @@
 
 SDNQ goes over the fp32 values of a whole weight again and again, each time in memory that the system must first clear
 (`sdnq/quant_utils.py`, quantize_weight). Each row has scales of its own, so that some rows can be done at a time, whose
-values stay in the processor's cache.
+values stay in the processor's cache. They are so few that torch takes them in the thread that asks; the threads are
+those here. Where torch divides every step among threads, each step waits for the slowest, and where other programs
+have the processor as well, that is one of them that does not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from transplant.sdnq_arithmetic import are_usual, is_known, quantized
 from transplant.sdnq_package import part
 
 Tensors = dict[str, "torch.Tensor | None"]
 
-AT_ONCE = 1 << 18
-"""Values that are quantized at a time: 1 MB in fp32."""
+AT_ONCE = (1 << 15) - 1
+"""Values that a thread quantizes at a time. From one more on, torch divides them among threads."""
+
+MAX_THREADS = 4
+"""More of them wait for each other: Python starts the steps one after the other."""
 
 _WHOLE_BYTES = 32
-"""Rows of which codes of any number of bits fill whole bytes and words."""
+"""Values of which codes of any number of bits fill whole bytes and words."""
 
 
 def quantize_weight(weight: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, Tensors]:
@@ -37,7 +45,14 @@ def quantize_weight(weight: torch.Tensor, arguments: Mapping[str, Any]) -> tuple
     if values_at_once(tuple(weight.shape), weight.device, arguments) == weight.numel():
         return sdnq_quantize_layer_weight(weight.to(torch.float32), **arguments)
     dequantizer, expected = sdnq_quantize_layer_weight(weight.new_empty(weight.shape, device="meta"), **arguments)
-    return dequantizer, _by_rows(weight, dequantizer, expected, arguments)
+    by_rows = _ByRows(weight.detach(), dequantizer, expected, arguments)
+    by_rows.fill()
+    shaped = {
+        key: _shaped(key, by_rows.tensors[key], tensor, dequantizer)
+        for key, tensor in expected.items()
+        if tensor is not None
+    }
+    return dequantizer, {**dict.fromkeys(expected), **shaped}
 
 
 def values_at_once(shape: tuple[int, ...], device: torch.device, arguments: Mapping[str, Any]) -> int:
@@ -49,31 +64,86 @@ def values_at_once(shape: tuple[int, ...], device: torch.device, arguments: Mapp
     together = ("use_svd", "use_codebook", "use_hadamard", "use_stochastic_rounding", "scale_dtype", "zero_point_dtype")
     one_scale = arguments.get("group_size") == -2
     whole = device.type != "cpu" or one_scale or any(arguments.get(key) for key in together)
-    return shape[0] * shape[1] if whole else min(shape[0], _rows_at_once(shape[1])) * shape[1]
+    rows, columns = shape
+    return rows * columns if whole else min(rows, _threads() * _rows_at_once(columns)) * columns
+
+
+def _threads() -> int:
+    return min(torch.get_num_threads(), MAX_THREADS)
 
 
 def _rows_at_once(columns: int) -> int:
-    return max(AT_ONCE // columns // _WHOLE_BYTES, 1) * _WHOLE_BYTES
+    least = _WHOLE_BYTES // math.gcd(columns, _WHOLE_BYTES)
+    return max(AT_ONCE // columns // least, 1) * least
 
 
-def _by_rows(weight: torch.Tensor, dequantizer: Any, expected: Tensors, arguments: Mapping[str, Any]) -> Tensors:
-    """The tensors, filled some rows at a time. What SDNQ decides by the whole weight is told to it for the parts."""
-    sdnq_quantize_layer_weight = part("quantizer").sdnq_quantize_layer_weight
-    rows, columns = weight.shape
-    scale = expected["scale"]
-    assert scale is not None
-    decided = {**arguments, "group_size": dequantizer.group_size, "use_quantized_matmul": False,
-               "dequantize_fp32": scale.dtype == torch.float32}  # fmt: skip
-    wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
-    flat = {key: torch.empty(tensor.numel(), dtype=tensor.dtype) for key, tensor in wanted.items()}
-    step = _rows_at_once(columns)
-    for start in range(0, rows, step):
-        _, made = sdnq_quantize_layer_weight(weight[start : start + step].to(torch.float32), **decided)
-        for key, filled in flat.items():
-            values = made[key].reshape(-1)
-            first = start * len(filled) // rows
-            filled[first : first + len(values)] = values
-    return {**dict.fromkeys(expected), **{key: _shaped(key, flat[key], wanted[key], dequantizer) for key in flat}}
+class _ByRows:
+    """A weight's tensors, row-major, filled some rows at a time. SDNQ is told for a part what it decided for all."""
+
+    def __init__(self, weight: torch.Tensor, dequantizer: Any, expected: Tensors, arguments: Mapping[str, Any]) -> None:
+        scale = expected["scale"]
+        assert scale is not None
+        self._weight, self._weights_dtype = weight, dequantizer.weights_dtype
+        self._group_size, self._scale_dtype = dequantizer.group_size, scale.dtype
+        self._decided = {**arguments, "group_size": dequantizer.group_size, "use_quantized_matmul": False,
+                         "dequantize_fp32": scale.dtype == torch.float32}  # fmt: skip
+        wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
+        self.tensors = {key: torch.empty(tensor.numel(), dtype=tensor.dtype) for key, tensor in wanted.items()}
+
+    def fill(self) -> None:
+        """By our arithmetic what is SDNQ's by it, as is seen in one part, and the rest by SDNQ's own."""
+        step = _rows_at_once(self._weight.shape[1])
+        parts = [slice(start, start + step) for start in range(0, len(self._weight), step)]
+        if is_known(self._weights_dtype):
+            self._fill(parts, self._ours)
+            unusual = self._unusual(step)
+            seen = next((some for at, some in enumerate(parts) if at not in unusual), None)
+            if seen is None or self._equals_sdnqs(seen):
+                parts = [parts[at] for at in sorted(unusual)]
+        self._fill(parts, self._sdnqs)
+
+    def _fill(self, parts: Sequence[slice], quantize: Callable[[slice], Mapping[str, torch.Tensor]]) -> None:
+        def fill(some: Iterable[slice]) -> None:
+            for rows in some:
+                made = quantize(rows)
+                for key, filled in self._rows(rows).items():
+                    filled.copy_(made[key].reshape(-1))
+
+        threads = _threads()
+        if threads == 1 or len(parts) <= 1:
+            return fill(parts)
+        with ThreadPoolExecutor(threads, thread_name_prefix="transplant-quantize") as pool:
+            list(pool.map(fill, [parts[first::threads] for first in range(threads)]))
+
+    def _rows(self, rows: slice) -> dict[str, torch.Tensor]:
+        """The tensors' parts that belong to these rows."""
+        count = len(self._weight)
+        return {
+            key: tensor[rows.start * len(tensor) // count : min(rows.stop, count) * len(tensor) // count]
+            for key, tensor in self.tensors.items()
+        }
+
+    def _ours(self, rows: slice) -> dict[str, torch.Tensor]:
+        return quantized(self._weight[rows], self._weights_dtype, self._group_size, self._scale_dtype)
+
+    def _sdnqs(self, rows: slice) -> dict[str, torch.Tensor]:
+        sdnq_quantize_layer_weight = part("quantizer").sdnq_quantize_layer_weight
+        return sdnq_quantize_layer_weight(self._weight[rows].to(torch.float32), **self._decided)[1]
+
+    def _unusual(self, step: int) -> set[int]:
+        """Which parts of `step` rows have a group that is not usual."""
+        usual = are_usual(self.tensors["scale"], self.tensors.get("zero_point"))
+        groups = usual.logical_not_().nonzero().flatten()
+        return set((groups * len(self._weight) // len(usual) // step).tolist())
+
+    def _equals_sdnqs(self, rows: slice) -> bool:
+        """Whether what these rows have is, to the bit, what the SDNQ in use makes of them."""
+        made = self._sdnqs(rows)
+        return all(torch.equal(_as_bytes(tensor), _as_bytes(made[key])) for key, tensor in self._rows(rows).items())
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _shaped(key: str, values: torch.Tensor, expected: torch.Tensor, dequantizer: Any) -> torch.Tensor:
