@@ -42,8 +42,9 @@ from test_plan import base_folder
 from test_quantized_files import dequantized, expected_weights, marker, quantize, run
 from tiny_models import random_z_image, save, tiny_pipeline, tiny_z_image_config, to_comfyui
 from transplant.build import build
-from transplant.errors import TransplantError, UnsupportedQuantization
+from transplant.errors import NonFiniteWeight, TransplantError, UnsupportedQuantization
 from transplant.generate import GenerationError, generate
+from transplant.nonfinite import is_finite
 from transplant.plan import plan
 from transplant.request import Request
 from transplant.sdnq_bridge import Compute, QuantizeOnLoad
@@ -147,16 +148,56 @@ def test_b28_one_compute_dtype(base: Path, tmp_path: Path) -> None:
 def test_b29_overflow_is_told(dtype: torch.dtype) -> None:
     """What fp16 cannot hold is said at the first step, with what to do, instead of a black picture; bf16 can."""
     pipeline: Any = tiny_pipeline(0, dtype)
-    pipeline.transformer.layers[0].feed_forward.w2.weight.data *= 1e7
+    feed_forward = pipeline.transformer.layers[0].feed_forward
+    for weight in (feed_forward.w1.weight, feed_forward.w2.weight, feed_forward.w3.weight):
+        weight.data.fill_(6e4)  # each of which fp16 holds, but not their products
     request = Request(prompt="x", steps=2, width=64, height=64)
     if dtype == torch.bfloat16:
         assert len(list(generate(pipeline, request))) == 1
-        pipeline.transformer.layers[0].feed_forward.w2.weight.data *= float("nan")
-        with pytest.raises(GenerationError, match="in step 1; a file's weights are damaged"):
+        feed_forward.w2.weight.data *= float("nan")
+        named = r"layers\.0\.feed_forward\.w2\.weight of transformer \(.*\) holds NaN or infinity: download it again"
+        with pytest.raises(GenerationError, match=f"in step 1; {named}"):
             list(generate(pipeline, request))
     else:
-        with pytest.raises(GenerationError, match=r"in step 1; fp16 cannot hold .* bf16 or fp32"):
+        with pytest.raises(GenerationError, match=r"in step 1; fp16 cannot hold what .* bf16 or fp32"):
             list(generate(pipeline, request))
+        feed_forward.w2.weight.data *= 1e3
+        with pytest.raises(GenerationError, match=r"w2\.weight of .* holds .*: fp16 cannot hold them, .* bf16 or fp32"):
+            list(generate(pipeline, request))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_values_that_are_no_numbers_are_found(dtype: torch.dtype, value: float) -> None:
+    """One among many, and opposite infinities that cancel; the largest finite values are none."""
+    largest = torch.full((300, 7), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    assert is_finite(largest)
+    assert is_finite(torch.empty(0, dtype=dtype))
+    bad = torch.zeros(300, 7)
+    bad[299, 6], bad[0, 0] = value, -value
+    assert not is_finite(bad.to(dtype))
+
+
+def test_nan_in_a_float_file(tmp_path: Path) -> None:
+    """It loads, mapped, and the picture that fails names weight and file."""
+    pipeline: Any = tiny_pipeline(0, torch.float32)
+    folder = base_folder(tmp_path / "base", dict(pipeline.transformer.config))
+    state = to_comfyui(pipeline.transformer.state_dict())
+    state["layers.0.feed_forward.w1.weight"][3, 2] = math.nan
+    file = save(tmp_path / "bad.safetensors", state)
+    pipeline.transformer = build(plan(file, folder, dtype=torch.float32)).transformer
+    with pytest.raises(GenerationError, match=r"layers\.0\.feed_forward\.w1\.weight of .*\(bad\.safetensors\)"):
+        list(generate(pipeline, Request(prompt="x", steps=2, width=64, height=64)))
+
+
+def test_nan_in_what_is_quantized_on_load(base: Path, tmp_path: Path) -> None:
+    state = to_comfyui(network().state_dict())
+    state[f"{LAYER}.weight"][3, 2] = math.nan
+    compute = Compute(quantize=QuantizeOnLoad("int8"))
+    planned = plan(save(tmp_path / "bad.safetensors", state), base, dtype=torch.float32, compute=compute)
+    assert any(target.form and target.name == f"{LAYER}.weight" for target in planned.targets)
+    with pytest.raises(NonFiniteWeight, match=r"bad\.safetensors: cannot be quantized: layers\.0\.feed_forward\.w1"):
+        build(planned)
 
 
 @pytest.mark.parametrize("name", ["模型 ü 😀", "spaces [and] (brackets)", "a'b\"c", "é", "é"])

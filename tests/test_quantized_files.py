@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +14,18 @@ from diffusers import ZImageTransformer2DModel
 
 import transplant
 from kitchen import Written, float8, float8_by_rows, int8
-from test_formats_4bit import awq, w4a4, w4a8
+from test_formats_4bit import awq, random_w4a4, w4a4, w4a8
 from test_formats_blocks import mxfp8, nvfp4
 from test_plan import base_folder
-from tiny_models import random_z_image, save, tiny_z_image_config, to_comfyui, with_prefix
+from tiny_models import random_z_image, save, tiny_z_image_config, to_comfyui, with_prefix, write_sparse
+from transplant import small_scales
 from transplant.build import build
+from transplant.checkpoint.header import read_header
+from transplant.checkpoint.naming import normalise
 from transplant.errors import UnsupportedQuantization
+from transplant.formats.containers import read_quantization
 from transplant.plan import plan
+from transplant.quantized import LayerError
 
 Writer = Callable[[torch.Tensor], Written]
 
@@ -321,9 +328,68 @@ def test_headers_nested_otherwise(
         assert torch.equal(dequantized(model, name), value)
 
 
-def test_scales_are_judged_before_anything_runs(network: ZImageTransformer2DModel, base: Path, tmp_path: Path) -> None:
-    """NaN scales are found and named, at the latest while building."""
+@pytest.mark.parametrize(
+    ("value", "said"), [(math.nan, "NaN"), (math.inf, "infinity"), (0.0, "zero"), (-1.0, "a negative value")]
+)
+@pytest.mark.parametrize(
+    ("writer", "role"),
+    [
+        ("int8 per row", "weight_scale"), ("int8 per tensor", "weight_scale"), ("float8_e4m3fn", "weight_scale"),
+        ("float8_e5m2", "weight_scale"), ("w4a4", "weight_scale"), ("nvfp4", "weight_scale_2"),
+        ("w4a8", "weight_s_channel"),
+    ],
+)  # fmt: skip
+def test_small_scales_are_judged_in_the_plan(
+    writer: str, role: str, value: float, said: str, network: ZImageTransformer2DModel, base: Path, tmp_path: Path
+) -> None:
+    """One a tensor or a row: what loading would refuse is refused before, naming the layer."""
+    writers = {**ALL_WRITERS, "w4a4": lambda weight: random_w4a4(tuple(weight.shape), 16)}
+    stored, _ = quantize(network.state_dict(), writers[writer])
+    assert plan(save(tmp_path / "good.safetensors", stored), base)
+    scale = stored[f"{LAYER}.{role}"] = stored[f"{LAYER}.{role}"].clone()
+    scale.view(-1)[-1] = value
+    with pytest.raises(UnsupportedQuantization, match=rf"{LAYER}.*its {role} holds.* {said}"):
+        plan(save(tmp_path / "bad.safetensors", stored), base)
+
+
+def test_a_plan_reads_bounded_bytes_of_scales(
+    network: ZImageTransformer2DModel, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest first; what is beyond the bound is judged when it is loaded."""
     stored, _ = quantize(network.state_dict(), int8)
-    stored[f"{LAYER}.weight_scale"][5] = float("nan")
+    rows = {name: tensor.nbytes for name, tensor in stored.items() if name.endswith("weight_scale")}
+    largest, smallest = max(rows, key=rows.__getitem__), min(rows, key=rows.__getitem__)
+    monkeypatch.setattr(small_scales, "MOST_BYTES", sum(rows.values()) - 1)
+    for name, early in ((largest, False), (smallest, True)):
+        bad = {**stored, name: torch.full_like(stored[name], math.nan)}
+        file = save(tmp_path / "x.safetensors", bad)
+        with pytest.raises(UnsupportedQuantization, match="NaN"):
+            planned = plan(file, base)
+            assert not early
+            build(planned)
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_HOLE"), reason="this system cannot tell holes")
+def test_layers_that_were_never_written_are_not_judged(tmp_path: Path) -> None:
+    """A sparse file of nothing but a header has zeros everywhere; of a written one a zero is refused."""
+    shapes = {"a.weight": ("I8", [512, 64]), "a.weight_scale": ("F32", [512, 1])}
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": "int8_tensorwise"}}})}
+    for contents in ({}, {"a.weight": bytes(512 * 64)}):
+        header = read_header(write_sparse(tmp_path / "x.safetensors", shapes, metadata, contents=contents))
+        layers = read_quantization(header, normalise(header.path, header.tensors)).layers
+        assert list(layers) == ["a"]
+        if contents:
+            with pytest.raises(LayerError, match="a: its weight_scale holds zero"):
+                small_scales.check_small_scales(header, layers)
+        else:
+            small_scales.check_small_scales(header, layers)
+
+
+def test_scales_that_a_plan_leaves_are_judged_before_anything_runs(
+    network: ZImageTransformer2DModel, base: Path, tmp_path: Path
+) -> None:
+    """NaN among block scales is found and named while building."""
+    stored, _ = quantize(network.state_dict(), mxfp8)
+    stored[f"{LAYER}.weight_scale"].view(torch.uint8)[0] = 0xFF  # e8m0 has one NaN
     with pytest.raises(UnsupportedQuantization, match=rf"{LAYER}.*NaN"):
         transplant.load_transformer(save(tmp_path / "x.safetensors", stored), base=base)

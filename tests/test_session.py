@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from test_formats_blocks import mxfp8
 from tiny_models import make_demo, random_z_image, save, tiny_base, tiny_flux_bfl, tiny_z_image_config, to_comfyui
 from transplant import errors, pipeline
 from transplant.generate import GenerationCancelled, generate
 from transplant.hosts.base import LoadSettings
 from transplant.pipeline import Session
+from transplant.plan import plan
 from transplant.request import Request, infotext
 from transplant.slots import DEFAULT, Override
 
@@ -459,21 +461,19 @@ def test_flux_file_is_small() -> None:
 
 
 def with_bad_scale(models: Path, folder: Path) -> Override:
-    """A file that only its weights' scales betray: its plan is accepted."""
+    """A file that only its block scales betray, which no plan reads: its plan is accepted."""
     state = dict(load_file(models / make_demo.COMFYUI))
-    weight = state.pop("layers.0.feed_forward.w1.weight").float()
-    scale = torch.full((len(weight), 1), 0.01)
-    scale[3] = float("nan")
-    text = torch.frombuffer(bytearray(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
-    state["layers.0.feed_forward.w1.weight"] = weight.mul(50).clamp(-127, 127).to(torch.int8)
-    state |= {"layers.0.feed_forward.w1.weight_scale": scale, "layers.0.feed_forward.w1.comfy_quant": text}
-    return Override("nan", save(folder / "nan.safetensors", state))
+    written = mxfp8(state.pop("layers.0.feed_forward.w1.weight").float())
+    written.tensors["weight_scale"].view(torch.uint8)[0] = 0xFF  # e8m0 has one NaN
+    file = save(folder / "nan.safetensors", state | written.stored("layers.0.feed_forward.w1"))
+    assert plan(file, models / make_demo.BASE)
+    return Override("nan", file)
 
 
 def test_file_that_is_refused_while_loading_costs_nothing(
     session: Session, models: Path, a: Override, host: TestHost, tmp_path: Path
 ) -> None:
-    """NaN scales show only when they are read: the old transformer stays, a base comes with its own."""
+    """NaN in block scales shows only when they are read: the old transformer stays, a base comes with its own."""
     bad = with_bad_scale(models, tmp_path)
     session.choose(a)
     before = drawn(session)

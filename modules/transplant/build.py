@@ -12,11 +12,12 @@ import torch
 
 from transplant.checkpoint.reader import TensorReader, open_reader
 from transplant.compute_dtype import record_compute_dtype
-from transplant.errors import LoadCancelled, TransplantError, sample
+from transplant.errors import LoadCancelled, NonFiniteWeight, TransplantError, sample
 from transplant.formats.base import Codes
 from transplant.fp8_storage import FP8, hook_fp8_layers, stored
 from transplant.holders import holder_of
 from transplant.load_plan import ComponentPlan, LoadPlan, TargetTensor
+from transplant.nonfinite import is_finite
 from transplant.quantized import LayerError, codes_of, decode_rows
 from transplant.recipe import RowRange, Rows, evaluate, ranges_of
 from transplant.sdnq_bridge import IN_FLIGHT, Compute, InFlight, portable_on
@@ -79,6 +80,7 @@ def build(
     Raises:
         LoadCancelled: `cancelled` said so. Everything that was loaded so far is freed.
         UnreadableFile: the file changed after it was planned, or the disk failed.
+        OverrideArchMismatch: what only the values can tell: scales that cannot be, NaN in what is quantized.
     """
     start = time.perf_counter()
     total, done = plan.resident_bytes, 0
@@ -134,7 +136,12 @@ class _Builder:
         self.in_flight = InFlight(network, wanted, plan.dtype, plan.compute) if wanted else None
 
     def put(self, target: TargetTensor) -> None:
-        """Make one target and put it in its place. Raises UnsupportedQuantization for scales that cannot be."""
+        """Make one target and put it in its place.
+
+        Raises:
+            UnsupportedQuantization: scales that cannot be.
+            NonFiniteWeight: a weight that cannot be quantized.
+        """
         try:
             if target.form is not None and target.form.holder == IN_FLIGHT:
                 self._put_quantized(target)
@@ -154,8 +161,10 @@ class _Builder:
 
     def _put_quantized(self, target: TargetTensor) -> None:
         assert self.in_flight is not None
-        module = self._modules[target.module]
-        self._replace(target.module, self.in_flight.layer(target.name, module, self._values(target)))
+        module, weight = self._modules[target.module], self._values(target)
+        if not is_finite(weight):
+            raise NonFiniteWeight(self._plan.header.path, target.name)
+        self._replace(target.module, self.in_flight.layer(target.name, module, weight))
 
     def _replace(self, path: str, layer: torch.nn.Module) -> None:
         parent, _, name = path.rpartition(".")

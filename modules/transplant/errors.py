@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,14 @@ def sample(names: Sequence[str], limit: int = 5) -> str:
     shown = ", ".join(printable(name) for name in names[:limit])
     more = len(names) - limit
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def nearest(name: str, known: Sequence[str], limit: int = 3) -> list[str]:
+    """Up to `limit` of the known names that are like `name`: those that hold it first, then by likeness."""
+    wanted = name.casefold()
+    holding = [known_name for known_name in known if wanted and wanted in known_name.casefold()]
+    alike = difflib.get_close_matches(name, known, limit)
+    return list(dict.fromkeys([*holding, *alike]))[:limit]
 
 
 class TransplantError(Exception):
@@ -401,6 +410,22 @@ class UnsupportedQuantization(OverrideArchMismatch):
         problem = f"is quantized in a form that cannot be loaded here: {', '.join(formats)} ({why})"
         super().__init__(file, problem, remedy)
         self.formats = tuple(formats)
+
+
+class NonFiniteWeight(OverrideArchMismatch):
+    """A weight that holds NaN or infinity and is to be quantized: its scales could not be either.
+
+    Attributes:
+        tensor: the target tensor's name.
+    """
+
+    def __init__(self, file: Path | str, tensor: str) -> None:
+        super().__init__(
+            file,
+            f"cannot be quantized: {printable(tensor)} holds NaN or infinity",
+            "The file is damaged or was saved wrongly: download it again, or choose another one",
+        )
+        self.tensor = tensor
 
 
 class SavedQuantizedFolder(OverrideArchMismatch):

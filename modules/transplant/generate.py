@@ -15,6 +15,7 @@ import torch
 
 from transplant import offload
 from transplant.errors import LoadCancelled, TransplantError
+from transplant.nonfinite import nonfinite_weights
 from transplant.request import Request
 from transplant.samplers import make_scheduler
 
@@ -104,7 +105,11 @@ def makes_video(pipeline: Any) -> bool:
 
 def _no_numbers(pipeline: Any, step: int) -> str:
     """What to do where the transformer's output is NaN or infinity."""
-    if getattr(pipeline, "dtype", None) == torch.float16:
+    half, damaged = getattr(pipeline, "dtype", None) == torch.float16, nonfinite_weights(pipeline)
+    if damaged is not None:
+        why = f"{damaged}: fp16 cannot hold them, or the file is damaged: set the compute dtype to bf16 or fp32, else "
+        why = f"{why if half else f'{damaged}: '}download it again, or choose another file"
+    elif half:
         why = "fp16 cannot hold what this model computes: set the compute dtype to bf16 or fp32"
     else:
         why = "a file's weights are damaged, or not meant for this base model: choose another file"

@@ -1,4 +1,4 @@
-"""Judge a file against a base model. Only headers and quantization markers are read.
+"""Judge a file against a base model. Only headers, quantization markers and small scales are read.
 
 `plan` either returns a LoadPlan that `build` can carry out, or raises OverrideArchMismatch.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from transplant.architectures import SPECS
+from transplant.architectures import spec_serving
 from transplant.architectures.detect import Detection, identify, refuse_other_kinds
 from transplant.architectures.gguf_names import contradiction
 from transplant.architectures.spec import DIFFUSERS_LAYOUT, Converter, Keys, Layout, TransformerSpec
@@ -25,6 +25,7 @@ from transplant.errors import ConverterFailed, SavedQuantizedFolder, WrongArchit
 from transplant.formats.containers import read_quantization
 from transplant.fp8_storage import FP8, is_unknown, support_on, unknown_text
 from transplant.load_plan import ComponentPlan, LoadPlan
+from transplant.quantized import LayerError
 from transplant.recipe import CONVERTER_ERRORS, Made, as_named, trace
 from transplant.sdnq_bridge import Compute
 from transplant.skeleton import (
@@ -35,6 +36,7 @@ from transplant.skeleton import (
     resolve_converter,
     shapes_only,
 )
+from transplant.small_scales import check_small_scales
 from transplant.targets import Draft, plan_component
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def plan(
     compute: Compute | None = None,
     spec: TransformerSpec | None = None,
 ) -> LoadPlan:
-    """Judge a file against a base model, from its header alone.
+    """Judge a file against a base model, from its header and what describes its quantized layers.
 
     Args:
         file: a safetensors or GGUF file that holds a transformer, alone or in a bundle.
@@ -103,6 +105,14 @@ def plan(
     )  # fmt: skip
 
 
+def _check_scales(draft: Draft) -> None:
+    """Raises UnsupportedQuantization where scales that are small enough to look at cannot be."""
+    try:
+        check_small_scales(draft.header, draft.layers if draft.header.container != GGUF else {})
+    except LayerError as error:
+        raise draft.refusal(error) from error
+
+
 def _header(file: Path) -> Header:
     """What is in the file. Raises SavedQuantizedFolder where it is such a folder."""
     if (method := saved_quantization(file)) is not None:
@@ -120,7 +130,7 @@ def spec_for(base: BaseModel, component: str | None = None) -> TransformerSpec:
     held = base.component(name)
     known = None
     if foreign_class(held.cls, held.library) is None:
-        known = next((spec for spec in SPECS if spec.serves(held.cls, base.pipeline)), None)
+        known = spec_serving(held.cls, base.pipeline)
     return known or make_default_spec(held.cls, name, held.library)
 
 
@@ -183,7 +193,9 @@ def _plan_transformer(
     fits = detection.architecture == spec.name and detection.layout
     layout = fits or _layout_by_names(draft, spec, detection, names, network)
     made = _make(draft, names, layout.converter, dict(network.config))
-    return plan_component(draft, spec, component, network, made, names), layout.name
+    planned = plan_component(draft, spec, component, network, made, names)
+    _check_scales(draft)
+    return planned, layout.name
 
 
 def _layout_by_names(

@@ -55,3 +55,8 @@ SPECS: tuple[TransformerSpec, ...] = (
     MOCHI,
 )
 """Every architecture with a file of its own. The first whose keys fit wins, so the more special comes first."""
+
+
+def spec_serving(cls: str, pipeline: str) -> TransformerSpec | None:
+    """The architecture of a component of class `cls` in a pipeline of class `pipeline`; None for others."""
+    return next((spec for spec in SPECS if spec.serves(cls, pipeline)), None)

@@ -187,4 +187,5 @@ def _codebook(layer: QuantizedLayer, read: Read, packed: Packing) -> torch.Tenso
 FORMAT = Format(
     "asym_w4a8_int8", ("I8",), ("weight_s_rel", "weight_s_channel"), logical_shape, adopt,
     may_have=("weight_codebook",), ignores=("weight_correction", "input_scale"),
+    positive=("weight_s_channel",),
 )  # fmt: skip

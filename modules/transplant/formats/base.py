@@ -162,6 +162,8 @@ class Format:
         adopt: makes codes of some rows. Raises FormatError.
         in_rows: whether every row of a layer has bytes of its own; a layer of which that is not so is adopted
             whole, and decoded.
+        positive: roles of scales that `adopt` refuses where they are not finite and positive, and that are so small
+            that a plan can look at them.
     """
 
     name: str
@@ -173,6 +175,7 @@ class Format:
     ignores: tuple[str, ...] = ()
     padded: tuple[int, int] = (1, 1)
     in_rows: Callable[[QuantizedLayer], bool] = lambda layer: True
+    positive: tuple[str, ...] = ()
 
 
 def check_layer(layer: QuantizedLayer, layer_format: Format) -> None:

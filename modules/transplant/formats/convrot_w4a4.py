@@ -74,4 +74,7 @@ def check_dtype(role: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...
         raise FormatError(f"its {role} is stored as {names[0]}; known are {', '.join(names[1:])}")
 
 
-FORMAT = Format("convrot_w4a4", ("I8",), ("weight_scale",), logical_shape, adopt, ignores=("input_scale",))
+FORMAT = Format(
+    "convrot_w4a4", ("I8",), ("weight_scale",), logical_shape, adopt,
+    ignores=("input_scale",), positive=("weight_scale",),
+)  # fmt: skip

@@ -25,5 +25,11 @@ def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> 
     return Codes(Form(name, group, matmul_dtype="float8_e4m3fn"), weight, scale)
 
 
-E4M3 = Format("float8_e4m3fn", ("F8_E4M3",), ("weight_scale",), logical_shape, adopt, ignores=("input_scale",))
-E5M2 = Format("float8_e5m2", ("F8_E5M2",), ("weight_scale",), logical_shape, adopt, ignores=("input_scale",))
+E4M3 = Format(
+    "float8_e4m3fn", ("F8_E4M3",), ("weight_scale",), logical_shape, adopt,
+    ignores=("input_scale",), positive=("weight_scale",),
+)  # fmt: skip
+E5M2 = Format(
+    "float8_e5m2", ("F8_E5M2",), ("weight_scale",), logical_shape, adopt,
+    ignores=("input_scale",), positive=("weight_scale",),
+)  # fmt: skip

@@ -54,4 +54,7 @@ def row_scale(read: Read, rows: Rows) -> torch.Tensor:
     return scale.to(torch.float32, copy=True)  # a file's view would be shared by all parts of a fused layer
 
 
-FORMAT = Format("int8_tensorwise", ("I8",), ("weight_scale",), logical_shape, adopt, ignores=("input_scale",))
+FORMAT = Format(
+    "int8_tensorwise", ("I8",), ("weight_scale",), logical_shape, adopt,
+    ignores=("input_scale",), positive=("weight_scale",),
+)  # fmt: skip

@@ -95,4 +95,5 @@ FORMAT = Format(
     may_have=("pre_quant_scale",),
     ignores=("input_scale",),
     padded=(BLOCK, BLOCK),
+    positive=("weight_scale_2", "pre_quant_scale"),
 )
