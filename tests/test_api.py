@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.log_panel import LogLines
 from transplant.hosts.standalone.server import LOCAL, Arguments, application
 from transplant.hosts.standalone.settings import Settings
+from transplant.hosts.standalone.starting import PROMPT
 from transplant.hosts.standalone.worker import Worker
 from transplant.options import OPTIONS
 
@@ -174,6 +176,54 @@ def test_what_a_file_is_and_what_loading_it_would_do(served: Served) -> None:
     assert "no 'gone'" in served.get("/transplant/v1/inspect", 404, file="gone")["detail"]
     assert "second" in served.get("/transplant/v1/plan", 422, file="demo-flux", slot="sd_unet_secondary")["detail"]
     assert "must be one of" in served.get("/transplant/v1/plan", 422, file="demo-flux", slot="x")["detail"]
+
+
+def test_what_is_not_said_is_as_on_a_new_page(served: Served) -> None:
+    answer = served.post("/sdapi/v1/txt2img", {"steps": 1})
+    (infotext,) = json.loads(answer["info"])["infotexts"]
+    assert infotext.startswith(PROMPT) and "Size: 128x128" in infotext
+    assert (answer["parameters"]["prompt"], answer["parameters"]["width"]) == (PROMPT, 128)
+    answer = served.post("/sdapi/v1/txt2img", {"steps": 1, "prompt": "", "height": 64})
+    (infotext,) = json.loads(answer["info"])["infotexts"]
+    assert infotext.startswith("\nSteps") and "Size: 128x64" in infotext
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "told"),
+    [
+        ("POST", "/sdapi/v1/txt2img", b'{"steps": 2,}', "The body is not valid JSON: "),
+        ("POST", "/sdapi/v1/options", b"[1]", "The body must be an object, not [1]."),
+        ("POST", "/sdapi/v1/options", b"", "The body is missing: send a JSON object."),
+        ("POST", "/sdapi/v1/txt2img", b'{"steps": "many"}', "steps: must be a whole number, not 'many'."),
+        ("POST", "/sdapi/v1/txt2img", b'{"prompt": 3}', "prompt: must be a text, not 3."),
+        ("POST", "/sdapi/v1/txt2img", b'{"override_settings": 1}', "override_settings: must be an object, not 1."),
+        ("GET", "/transplant/v1/plan", None, "file: is missing in the query."),
+    ],
+)
+def test_requests_of_the_wrong_form_are_told_in_one_sentence(
+    served: Served, method: str, path: str, body: bytes | None, told: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = served.client.request(method, path, content=body, headers=headers)
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith(told)
+
+
+def test_the_log_has_each_refusal_once_and_no_long_prompt(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    def told(word: str) -> list[str]:
+        return [record.levelname for record in caplog.records if word in record.getMessage()]
+
+    served.worker.models.session().slots = {
+        name: replace(slot, failed=None) for name, slot in served.worker.models.session().slots.items()
+    }
+    with caplog.at_level("INFO", "transplant"):
+        served.draw(422, override_settings={"sd_unet": "demo-flux"})
+        assert told("demo-flux") == ["WARNING"]
+        served.get("/transplant/v1/plan", 422, file="demo-comfyui-bf16", slot="sd_unet_secondary")
+        assert "ERROR" not in [record.levelname for record in caplog.records]
+        served.draw(prompt="word " * 500)
+        (line,) = [record.getMessage() for record in caplog.records if "word word" in record.getMessage()]
+        assert len(line) < 500 and "2500 characters" in line and "Seed: 3" in line
 
 
 def test_progress_and_interrupt(served: Served) -> None:

@@ -144,14 +144,11 @@ def test_generate(models: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "no.png").exists()
 
 
-def test_generate_sizes_that_cannot_be_drawn(models: Path, tmp_path: Path) -> None:
-    """The pipeline's own reason, in one line."""
-    done = run(
-        "generate", "--base", models / make_demo.BASE, "--prompt", "x", "--width", 70, "-o", tmp_path / "x.png"
-    )  # fmt: skip
+def test_dtypes_that_sdnq_has_not_are_told_with_what_is_like_them(models: Path) -> None:
+    done = run("load", models / make_demo.COMFYUI, "--base", models / make_demo.BASE, "--quantize", "int99")
     assert done.returncode == 1
-    assert "divisible" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "SDNQ has no 'int99'; it has int" in done.stderr and "and others" in done.stderr
+    assert len(done.stderr) < 200 and "Traceback" not in done.stderr
 
 
 def test_generate_says_what_it_does_and_checks_its_target_first(models: Path, tmp_path: Path) -> None:

@@ -70,8 +70,18 @@ def test_the_grid_holds_what_each_file_draws_alone(studio: Studio) -> None:
 
 
 def test_a_refused_file_has_its_reason_and_the_others_are_drawn(studio: Studio) -> None:
-    job = compared(studio, ("demo-comfyui-bf16", "demo-flux", "Default"), "a cat", "1")
+    studio.worker.catalog.described()
+    wanted = make_comparison(UNET, ("demo-comfyui-bf16", "demo-flux", "Default"), "a cat", "1", COMMON)
+    held = studio.worker.generate(ME, make_request("a cat", "", 100, 1, 64, 64, 1, 4))
+    job = studio.worker.compare(ME, wanted)
+    told = studio.worker.queue.notice(ME)
+    assert told is not None and told.text == "Not for the loaded base model, and not drawn: demo-flux (FLUX.1)."
+    studio.worker.queue.cancel(held.number)
+    assert job.wait(120)
     assert job.status == "finished"
+    grid = Image.open(job.pictures[0].path)
+    spread = [float(np.asarray(cell(grid, column, 0, 1)).std()) for column in range(3)]
+    assert spread[0] > 1 and spread[1] == 0 and spread[2] > 1
     assert job.notice is not None and job.notice.text == "Refused: demo-flux; the grid has the reasons."
     assert studio.held == (DEMO_BASE, "demo-diffusers-fp32")
 
@@ -108,6 +118,12 @@ def test_what_cannot_be_compared_is_said(files: tuple[str, ...], prompts: str, s
 def test_a_file_that_is_not_in_the_list_is_refused(studio: Studio) -> None:
     with pytest.raises(OptionError, match="there is no"):
         studio.worker.compare(ME, make_comparison(UNET, ("../secret",), "x", "1", COMMON))
+
+
+def test_files_of_which_none_is_for_the_base_model_are_refused_at_once(studio: Studio) -> None:
+    studio.worker.catalog.described()
+    with pytest.raises(OptionError, match=r"none of them is for the loaded base model: demo-flux \(FLUX\.1\)"):
+        studio.worker.compare(ME, make_comparison(UNET, ("demo-flux",), "x", "1", COMMON))
 
 
 def test_psnr_is_its_definition() -> None:

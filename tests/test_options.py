@@ -32,6 +32,22 @@ def test_bad_values_are_refused_by_name(key: str, value: object) -> None:
     assert repr(refusal.value.value) in repr(value)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("twin", "the choices are a/twin.safetensors, z/twin.safetensors, Default, file 0, "),
+        ("fiel 13", "the choices are file 13, "),
+        ("quite other", "the choices are Default, file 0, file 1, file 2, file 3, file 4, file 5, file 6, ..."),
+    ],
+)
+def test_what_is_like_a_wrong_choice_is_told_first(value: str, told: str) -> None:
+    """Also of a long list: a name that several files have now is followed by those files."""
+    lists = {"overrides": ["Default", *(f"file {n}" for n in range(20)), "a/twin.safetensors", "z/twin.safetensors"]}
+    with pytest.raises(OptionError) as refusal:
+        option("sd_unet").checked(value, lists)
+    assert f"there is no {value!r}; {told}" in str(refusal.value)
+
+
 def test_good_values() -> None:
     assert option("sd_unet").checked("x", LISTS) == "x"
     assert option("quicksettings_list").checked(["sd_unet", "cuda_dtype", "sd_unet"], LISTS) == [

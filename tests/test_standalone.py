@@ -459,9 +459,12 @@ def test_an_own_base_model_takes_the_place_of_the_demo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "shown"),
     [
-        ("mark", ["Default", "None", "a", "b (missing)", "flux (FLUX.1)", "lora (LoRA)", "new", "odd"]),
-        ("hide", ["Default", "None", "a", "b (missing)", "new", "odd"]),
-        ("show", ["Default", "None", "a", "b (missing)", "flux", "lora", "new", "odd"]),
+        (
+            "mark",
+            ["Default", "None (same as Default)", "a", "b (missing)", "flux (FLUX.1)", "lora (LoRA)", "new", "odd"],
+        ),
+        ("hide", ["Default", "None (same as Default)", "a", "b (missing)", "new", "odd"]),
+        ("show", ["Default", "None (same as Default)", "a", "b (missing)", "flux", "lora", "new", "odd"]),
     ],
 )
 def test_files_for_other_base_models_are_marked_or_hidden(others: str, shown: list[str]) -> None:

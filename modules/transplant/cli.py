@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from transplant.errors import BaseModelError, OverrideArchMismatch, TransplantError, printable
+from transplant.errors import BaseModelError, OptionError, OverrideArchMismatch, TransplantError, printable
+from transplant.request import LIMITS, Request, make_request
 from transplant.samplers import DEFAULT_SAMPLER, SAMPLERS
 
 if TYPE_CHECKING:
+    from transplant.base_model import BaseModel
     from transplant.hosts.base import LoadSettings
     from transplant.sdnq_bridge import QuantizeOnLoad
 
@@ -119,15 +121,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--base", required=True)
     generate.add_argument("--unet", type=_existing_file, help="the file that replaces the base model's transformer")
     generate.add_argument("--unet-secondary", type=_existing_file, help="the same for a second transformer")
-    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--prompt", help="needed with every base model but the built-in one")
     generate.add_argument("--negative-prompt", default="")
-    generate.add_argument("--steps", type=_whole(1, 1000), default=8)
-    generate.add_argument("--guidance", type=_guidance, default=1.0)
-    generate.add_argument("--width", type=_whole(16, 8192), default=256, help="pixels, default 256")
-    generate.add_argument("--height", type=_whole(16, 8192), default=256, help="pixels, default 256")
-    generate.add_argument("--seed", type=_whole(0, 2**63 - 1), default=0)
+    generate.add_argument("--steps", type=_limited("steps"), default=Request.steps)
+    generate.add_argument("--guidance", type=_limited("guidance"), default=Request.guidance)
+    generate.add_argument("--width", type=_limited("width"), help="pixels; by default what base model and device suit")
+    generate.add_argument("--height", type=_limited("height"), help="the same")
+    generate.add_argument("--seed", type=_limited("seed"), default=0, help="-1 draws one, default 0")
     generate.add_argument("--sampler", choices=[DEFAULT_SAMPLER, *SAMPLERS], default=DEFAULT_SAMPLER)
-    generate.add_argument("--frames", type=_whole(1, 1000), default=1, help="of a video, where the pipeline makes one")
+    generate.add_argument(
+        "--frames", type=_limited("frames"), default=1, help="of a video, where the pipeline makes one"
+    )
     generate.add_argument("-o", "--output", type=_png, default=Path("out.png"), help="a .png file, default out.png")
     generate.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     generate.add_argument("--offload", choices=("none", "model", "group"), default="none", help="see docs/options.md")
@@ -194,11 +198,16 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
     return number
 
 
-def _guidance(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 100")
-    return value
+def _limited(name: str) -> Callable[[str], float]:
+    """A number as the page and the API take it, too."""
+
+    def number(text: str) -> float:
+        try:
+            return LIMITS[name].checked(name, int(text) if LIMITS[name].multiple else float(text))
+        except OptionError:
+            raise argparse.ArgumentTypeError(f"{text} is not {LIMITS[name]}") from None
+
+    return number
 
 
 def _png(text: str) -> Path:
@@ -337,8 +346,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transplant.offload import Offload, refusal_on
     from transplant.pictures import png_bytes
     from transplant.pipeline import Session
-    from transplant.request import Request, infotext
-    from transplant.slots import SECONDARY, SLOTS, Override
+    from transplant.request import infotext
+    from transplant.slots import SLOTS, Override
     from transplant.storage import write_atomically
 
     _check_writable(arguments.output.parent)
@@ -346,18 +355,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     if offload.mode != "none" and (reason := refusal_on(settings.device)):
         print(f"offloading has no effect: it {reason}", file=sys.stderr)
-    if arguments.unet_secondary and SECONDARY.component_in(read_base(arguments.base)) is None:
-        raise BaseModelError(f"{arguments.base} has no second transformer: leave --unet-secondary out")
-    session = Session(PlainHost(settings.offloaded(offload)))
+    settings, base = settings.offloaded(offload), read_base(arguments.base)
+    request = _request(arguments, base.path, settings.device.type == "cpu")
+    _check_files(arguments, base, settings)
+    session = Session(PlainHost(settings))
     files = [Override(title(file), file) if file else None for file in (arguments.unet, arguments.unet_secondary)]
     outcome = session.load_base(arguments.base, *files)
     if outcome.refused is not None:
         raise outcome.refused
     assert session.pipeline is not None and session.base is not None
-    request = Request(
-        arguments.prompt, arguments.negative_prompt, arguments.steps, arguments.guidance,
-        arguments.width, arguments.height, arguments.seed, 1, arguments.sampler, arguments.frames,
-    )  # fmt: skip
     names = {"Model": session.base.path.name}
     for kind, file in zip(SLOTS, files, strict=True):
         if file is not None:
@@ -367,6 +373,41 @@ def _generate(arguments: argparse.Namespace) -> int:
         write_atomically(arguments.output, png_bytes(picture.image, text, picture.more_frames))
     print(arguments.output)
     return OK
+
+
+def _request(arguments: argparse.Namespace, base: Path, on_cpu: bool) -> Request:
+    """What to draw; what is not said is as on a new page."""
+    from transplant.hosts.standalone.starting import start_for
+
+    start = start_for(base, on_cpu)
+    prompt = start.prompt if arguments.prompt is None else arguments.prompt
+    if arguments.prompt is None and not prompt:
+        raise OptionError("--prompt", None, "say what to draw")
+    return make_request(
+        prompt, arguments.negative_prompt, arguments.steps, arguments.guidance, arguments.width or start.width,
+        arguments.height or start.height, arguments.seed, 1, arguments.sampler, arguments.frames,
+    )  # fmt: skip
+
+
+_FILES = {"primary": "--unet", "secondary": "--unet-secondary"}
+
+
+def _check_files(arguments: argparse.Namespace, base: BaseModel, settings: LoadSettings) -> None:
+    """Plan the files before the base model is loaded. Raises OverrideArchMismatch, BaseModelError."""
+    from transplant.plan import plan
+    from transplant.slots import SLOTS
+
+    for kind, file in zip(SLOTS, (arguments.unet, arguments.unet_secondary), strict=True):
+        if file is None:
+            continue
+        component = kind.component_in(base)
+        if component is None:
+            lacks = "no transformer that a file could replace" if kind is SLOTS[0] else "no second transformer"
+            raise BaseModelError(f"{arguments.base} has {lacks}: leave {_FILES[kind.name]} out")
+        plan(
+            file, base, component=component, dtype=settings.dtype, device=settings.rests_on,
+            use_mmap=settings.use_mmap, compute=settings.compute,
+        )  # fmt: skip
 
 
 def _check_writable(folder: Path) -> None:

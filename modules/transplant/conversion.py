@@ -84,7 +84,7 @@ def convert(
         LoadCancelled: `cancelled` said so.
         OSError: the disk failed; `out` is as it was.
     """
-    out = Path(out).absolute()
+    out = Path(out).resolve()
     _check_free(out, force)
     planned = plan(
         file, _published_base(file) if base is None else base, component=component, dtype=dtype,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from transplant.errors import OptionError
+from transplant.errors import OptionError, nearest
 from transplant.slots import DEFAULT
 
 Control = Literal["dropdown", "checkbox", "text", "number", "multiselect"]
@@ -91,9 +91,13 @@ class Option:
     def _check_choice(self, value: str, dynamic: Mapping[str, Sequence[str]]) -> None:
         choices = dynamic.get(self.choices) if isinstance(self.choices, str) else self.choices
         if choices is not None and value not in choices:
-            shown = ", ".join(choices[:8]) + (", ..." if len(choices) > 8 else "")
+            listed = choices if len(choices) <= SHOWN else [*dict.fromkeys([*nearest(value, choices), *choices])]
+            shown = ", ".join(listed[:SHOWN]) + (", ..." if len(choices) > SHOWN else "")
             raise OptionError(self.key, value, f"there is no {value!r}; the choices are {shown or 'none yet'}")
 
+
+SHOWN = 8
+"""How many choices a refusal tells, those that are like the refused one first."""
 
 MODELS, LOADING, OFFLOAD, FP8, QUANTIZATION = "Models", "Loading", "Offload", "FP8 storage", "Quantization"
 FOLDERS, PICTURES, INTERFACE, TAKEOVERS = "Folders", "Pictures", "User interface", "In SD.Next"

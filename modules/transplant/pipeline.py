@@ -151,7 +151,7 @@ class Session:
             raise BaseModelError("no base model is loaded: choose one first")
         slot = self.slots[kind.name]
         if slot.holds(override):
-            self.slots[kind.name] = slot.with_loaded(slot.loaded or Loaded(None))
+            self.slots[kind.name] = slot.with_loaded(replace(slot.loaded or Loaded(None), override=override))
             return Outcome(changed=False)
         choice = self._choice(self.base, kind, override)
         if choice.failure is not None:

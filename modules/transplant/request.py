@@ -14,6 +14,47 @@ MAX_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
+class Limit:
+    """Which numbers a field takes.
+
+    Attributes:
+        least: the smallest.
+        most: the largest.
+        multiple: what it must be a multiple of; 0 where it need not be whole.
+    """
+
+    least: int
+    most: int
+    multiple: int = 1
+
+    def checked(self, name: str, value: float | None) -> float:
+        """The value; whole where it must be. Raises OptionError."""
+        if value is not None and self.least <= value <= self.most:
+            if not self.multiple:
+                return float(value)
+            if value == int(value) and not value % self.multiple:
+                return int(value)
+        raise OptionError(name, value, f"must be {self}, not {value}")
+
+    def __str__(self) -> str:
+        what = "a whole number from" if self.multiple else "from"
+        step = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
+        return f"{what} {self.least} to {self.most}{step}"
+
+
+LIMITS = {
+    "steps": Limit(1, 200),
+    "guidance": Limit(0, 30, 0),
+    "width": Limit(64, 4096, 16),
+    "height": Limit(64, 4096, 16),
+    "seed": Limit(-1, 2**63 - 1),
+    "pictures": Limit(1, 64),
+    "frames": Limit(1, 1000),
+}
+"""What can be asked for, on the page, over HTTP and on the command line alike."""
+
+
+@dataclass(frozen=True)
 class Request:
     """What to draw.
 
@@ -60,19 +101,14 @@ def make_request(
         OptionError: a field holds what cannot be drawn.
     """
 
-    def whole(name: str, value: float | None, least: int, most: int, multiple: int = 1) -> int:
-        if value is None or value != int(value) or not least <= value <= most or value % multiple:
-            step = f", a multiple of {multiple}" if multiple > 1 else ""
-            raise OptionError(name, value, f"must be a whole number from {least} to {most}{step}, not {value}")
-        return int(value)
+    def whole(name: str, value: float | None) -> int:
+        return int(LIMITS[name].checked(name, value))
 
-    number = whole("seed", seed, -1, 2**63 - 1)
-    if guidance is None or not 0 <= guidance <= 30:
-        raise OptionError("guidance", guidance, f"must be from 0 to 30, not {guidance}")
+    number = whole("seed", seed)
     return Request(
-        prompt, negative, whole("steps", steps, 1, 200), float(guidance), whole("width", width, 64, 4096, 16),
-        whole("height", height, 64, 4096, 16), random.randint(0, MAX_SEED) if number == -1 else number,
-        whole("pictures", batch, 1, 64), sampler or DEFAULT_SAMPLER, whole("frames", frames, 1, 1000),
+        prompt, negative, whole("steps", steps), LIMITS["guidance"].checked("guidance", guidance),
+        whole("width", width), whole("height", height), random.randint(0, MAX_SEED) if number == -1 else number,
+        whole("pictures", batch), sampler or DEFAULT_SAMPLER, whole("frames", frames),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from transplant.adapters import let_adapters_compute_in
-from transplant.errors import OptionError
+from transplant.errors import OptionError, nearest
 from transplant.formats.base import Codes, Form, FormatError, Portable
 from transplant.sdnq_package import has_scales_of_scales, part
 from transplant.sdnq_rows import is_transposed, prepared_for_matmul, quantize_weight, values_at_once
@@ -304,9 +304,8 @@ class InFlight:
         accepted_weight_dtypes = part("common").accepted_weight_dtypes
         for name in (wanted.weights_dtype, *(key for key, _ in wanted.modules_dtype_dict)):
             if name not in accepted_weight_dtypes:
-                raise OptionError(
-                    "weights_dtype", name, f"SDNQ has no {name!r}; it has {', '.join(sorted(accepted_weight_dtypes))}"
-                )
+                near = nearest(name, sorted(accepted_weight_dtypes)) or ["int8", "uint4", "float8_e4m3fn"]
+                raise OptionError("weights_dtype", name, f"SDNQ has no {name!r}; it has {', '.join(near)} and others")
         self._dtype = dtype
         config = part().SDNQConfig(
             weights_dtype=wanted.weights_dtype,

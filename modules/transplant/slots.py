@@ -119,10 +119,15 @@ class Slot:
         return replace(self, loaded=None)
 
     def holds(self, override: Override | None) -> bool:
-        """Whether this very file, unchanged since, is loaded."""
-        if self.loaded is None or self.loaded.override != override:
+        """Whether this very file, unchanged since, is loaded, whatever its entry is called."""
+        if self.loaded is None or path_of(self.loaded.override) != path_of(override):
             return False
         return override is None or stamp_of(override.path) == self.loaded.stamp
+
+
+def path_of(override: Override | None) -> Path | None:
+    """The file; None for the base model's own transformer."""
+    return override.path if override else None
 
 
 def name_of(loaded: Loaded | None) -> str:

@@ -44,6 +44,7 @@ COSMOS_PREDICT_2 = TransformerSpec(
     name="Cosmos Predict 2",
     cls="CosmosTransformer3DModel",
     model_types=("Cosmos",),
+    picture=(1360, 768),
     layouts=(
         Layout(DIFFUSERS_LAYOUT, Keys(all_of=_DIFFUSERS, none_of=(_CONDITIONER,))),
         Layout("original", Keys(all_of=_ORIGINAL, none_of=(_CONDITIONER,)), _CONVERTER),

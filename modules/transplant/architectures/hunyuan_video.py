@@ -26,6 +26,7 @@ HUNYUAN_VIDEO = TransformerSpec(
     name="HunyuanVideo",
     cls="HunyuanVideoTransformer3DModel",
     model_types=("HunyuanVideo", "HunyuanSkyreels"),
+    picture=(1280, 720),
     layouts=(
         Layout(
             DIFFUSERS_LAYOUT,

@@ -30,6 +30,7 @@ IDEOGRAM_4 = TransformerSpec(
     name="Ideogram 4",
     cls="Ideogram4Transformer2DModel",
     model_types=("Ideogram4",),
+    picture=(2048, 2048),
     layouts=(
         Layout(DIFFUSERS_LAYOUT, Keys(all_of=("llm_cond_proj.weight", "layers.0.attention.to_q.weight"))),
         Layout(

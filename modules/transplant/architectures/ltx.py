@@ -26,6 +26,7 @@ LTX_VIDEO = TransformerSpec(
     name="LTX-Video",
     cls="LTXVideoTransformer3DModel",
     model_types=("LTX",),
+    picture=(704, 512),
     layouts=(
         Layout(
             DIFFUSERS_LAYOUT,
@@ -51,6 +52,7 @@ LTX_2 = TransformerSpec(
     name="LTX-2",
     cls="LTX2VideoTransformer3DModel",
     model_types=("LTX2",),
+    picture=(768, 512),
     layouts=(
         Layout(
             DIFFUSERS_LAYOUT, Keys(all_of=("audio_proj_in.weight", "av_cross_attn_video_scale_shift.linear.weight"))

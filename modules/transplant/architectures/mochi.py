@@ -6,6 +6,7 @@ MOCHI = TransformerSpec(
     name="Mochi",
     cls="MochiTransformer3DModel",
     model_types=("Mochi",),
+    picture=(848, 480),
     layouts=(
         Layout(DIFFUSERS_LAYOUT, Keys(all_of=("pos_frequencies", "time_embed.pooler.to_kv.weight"))),
         Layout(

@@ -212,6 +212,7 @@ class TransformerSpec:
         variants: networks that names and shapes do not tell apart.
         inputs: weights that take along dimension 1 what other components give: a file of another width there
             belongs to another pipeline.
+        picture: width and height in pixels of the pictures that its published models are made for.
     """
 
     name: str
@@ -230,6 +231,7 @@ class TransformerSpec:
     branch: BranchSpec | None = None
     variants: VariantSpec | None = None
     inputs: tuple[InputSpec, ...] = ()
+    picture: tuple[int, int] = (1024, 1024)
 
     def serves(self, cls: str, pipeline: str) -> bool:
         """Whether this is the spec for a component of class `cls` in a pipeline of class `pipeline`."""

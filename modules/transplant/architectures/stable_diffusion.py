@@ -44,6 +44,7 @@ STABLE_DIFFUSION = TransformerSpec(
     name="Stable Diffusion",
     cls="UNet2DConditionModel",
     model_types=("StableDiffusion", "LatentConsistencyModel"),
+    picture=(512, 512),
     component="unet",
     subfolder="unet",
     layouts=(

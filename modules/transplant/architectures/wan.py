@@ -45,6 +45,7 @@ WAN = TransformerSpec(
     cls="WanTransformer3DModel",
     other_classes=("SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"),
     model_types=("Wan", "LucyEdit", "SkyReelsV2", "ChronoEdit"),
+    picture=(832, 480),
     layouts=(
         Layout(
             DIFFUSERS_LAYOUT,
@@ -74,6 +75,7 @@ WAN_VACE = TransformerSpec(
     name="Wan VACE",
     cls="WanVACETransformer3DModel",
     model_types=("Wan",),
+    picture=(832, 480),
     layouts=(
         Layout(DIFFUSERS_LAYOUT, Keys(all_of=("vace_patch_embedding.weight", "blocks.0.attn1.to_q.weight"))),
         Layout("original", Keys(all_of=("vace_patch_embedding.weight", "blocks.0.self_attn.q.weight")), _CONVERTER),
@@ -86,6 +88,7 @@ WAN_ANIMATE = TransformerSpec(
     name="Wan Animate",
     cls="WanAnimateTransformer3DModel",
     model_types=("Wan",),
+    picture=(1280, 720),
     layouts=(
         Layout(DIFFUSERS_LAYOUT, Keys(all_of=("pose_patch_embedding.weight", "blocks.0.attn1.to_q.weight"))),
         Layout("original", Keys(all_of=("pose_patch_embedding.weight", "blocks.0.self_attn.q.weight")), _CONVERTER),
@@ -99,6 +102,7 @@ WAN_ANIMATE_2 = TransformerSpec(
     name="Wan Animate 2",
     cls="WanAnimate2Transformer3DModel",
     model_types=("Wan",),
+    picture=(1280, 720),
     layouts=(
         Layout(DIFFUSERS_LAYOUT, Keys(all_of=("time_projection.1.weight", "blocks.0.self_attn.to_q.weight"))),
         Layout(

@@ -39,11 +39,13 @@ class Inspector:
     shown: gr.HTML
 
 
-def draw(names: Sequence[str], inspect: Callable[..., str], button: str, elem_id: str, slot: bool) -> Inspector:
+def draw(
+    names: Sequence[str | tuple[str, str]], inspect: Callable[..., str], button: str, elem_id: str, slot: bool
+) -> Inspector:
     """Draw the tab.
 
     Args:
-        names: the files.
+        names: the files; with what is shown for each where that is more than its name.
         inspect: from a file's name and a slot's option to HTML; bound to both controls.
         button: what the button says; the host binds it.
         elem_id: id of the button.

@@ -27,6 +27,7 @@ from transplant.hosts.standalone.models import BASE, SLOT_OF
 from transplant.hosts.standalone.worker import Worker
 from transplant.inventory import UNREADABLE, Entry
 from transplant.options import OPTIONS
+from transplant.request import Request as Drawn
 from transplant.request import make_request
 from transplant.slots import PRIMARY
 
@@ -38,12 +39,12 @@ class TextToImage(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    prompt: str = ""
+    prompt: str | None = Field(None, description="by default what a new page has, as width and height")
     negative_prompt: str = ""
-    steps: int = 8
-    cfg_scale: float = 1.0
-    width: int = 256
-    height: int = 256
+    steps: int = Drawn.steps
+    cfg_scale: float = Drawn.guidance
+    width: int | None = None
+    height: int | None = None
     seed: int = Field(-1, description="-1 draws one")
     n_iter: int = Field(1, description="number of pictures, times batch_size")
     batch_size: int = 1
@@ -140,12 +141,13 @@ def _add_pictures(routes: APIRouter, worker: Worker, owners: Any) -> None:
     @routes.post("/sdapi/v1/txt2img", summary="Make pictures")
     async def txt2img(body: TextToImage) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
         try:
+            body = await run_in_threadpool(_completed, worker, body)
             wanted = make_request(
-                body.prompt, body.negative_prompt, body.steps, body.cfg_scale, body.width, body.height, body.seed,
+                body.prompt or "", body.negative_prompt, body.steps, body.cfg_scale, body.width, body.height, body.seed,
                 body.n_iter * body.batch_size, body.sampler_name, body.frames,
             )  # fmt: skip
             job = worker.generate(next(owners), wanted, body.override_settings)
-        except OptionError as error:
+        except TransplantError as error:
             raise HTTPException(422, str(error)) from error
         message = await _finished(job)
         files = [await run_in_threadpool(saved.path.read_bytes) for saved in job.pictures if body.send_images]
@@ -194,6 +196,15 @@ def _add_files(routes: APIRouter, worker: Worker, owners: Any) -> None:
         job = worker.inspect(next(owners), path, base_path, slot)
         await _finished(job)
         return job.result.as_json()
+
+
+def _completed(worker: Worker, body: TextToImage) -> TextToImage:
+    """The body with what it does not say. Raises TransplantError where the device that decides is not there."""
+    if None not in (body.prompt, body.width, body.height):
+        return body
+    start = worker.starting(ask_device=True)
+    said = body.model_dump(exclude_none=True)
+    return body.model_copy(update={key: value for key, value in vars(start).items() if key not in said})
 
 
 class _NOTHING:

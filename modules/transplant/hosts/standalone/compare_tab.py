@@ -9,12 +9,12 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone import page
 from transplant.hosts.standalone.compare import make_comparison
+from transplant.hosts.standalone.generate_tab import size_followers, slider
 from transplant.hosts.standalone.jobs import Saved
 from transplant.hosts.standalone.live import Follower, owner_of
-from transplant.hosts.standalone.starting import first_prompt, first_side
 from transplant.hosts.standalone.worker import Worker
 from transplant.options import option
-from transplant.request import make_request
+from transplant.request import Request, make_request
 from transplant.samplers import DEFAULT_SAMPLER
 from transplant.slots import DEFAULT, NONE, PRIMARY, SECONDARY, SLOTS
 
@@ -52,6 +52,7 @@ def draw(worker: Worker) -> list[Follower]:
         Follower(fields["slot"], lambda _: worker.is_shown(SECONDARY.option), lambda two: gr.update(visible=two)),
         Follower(fields["files"], lambda _: worker.revision, lambda _: gr.update(choices=_files(worker))),
         Follower(fields["sampler"], lambda _: worker.samplers(), lambda names: gr.update(choices=list(names))),
+        *size_followers(worker, fields),
     ]
 
 
@@ -65,18 +66,16 @@ def _form(worker: Worker) -> tuple[dict[str, Any], gr.Button]:
         label="Files, the first is what the others are compared with",
     )  # fmt: skip
     fields["prompts"] = gr.Textbox(
-        lambda: first_prompt(worker.catalog), label="Prompts, one in a line", lines=3, elem_id="compare_prompts"
+        lambda: worker.starting().prompt, label="Prompts, one in a line", lines=3, elem_id="compare_prompts"
     )
     fields["seeds"] = gr.Textbox("1, 2", label="Seeds", max_lines=1, elem_id="compare_seeds")
     button = gr.Button("Compare", variant="primary", elem_id="compare_start")
     with gr.Row():
-        fields["steps"] = gr.Slider(1, 100, 8, step=1, label="Steps", elem_id="compare_steps")
-        fields["guidance"] = gr.Slider(0, 20, 1, step=0.1, label="Guidance", elem_id="compare_cfg_scale")
+        fields["steps"] = slider("steps", Request.steps, "compare_steps")
+        fields["guidance"] = slider("guidance", Request.guidance, "compare_cfg_scale")
     with gr.Row():
-        for name in ("width", "height"):
-            fields[name] = gr.Slider(
-                64, 2048, lambda: first_side(worker.catalog), step=16, label=name.title(), elem_id=f"compare_{name}"
-            )
+        fields["width"] = slider("width", lambda: worker.starting().width, "compare_width")
+        fields["height"] = slider("height", lambda: worker.starting().height, "compare_height")
     fields["sampler"] = gr.Dropdown([DEFAULT_SAMPLER], label="Sampler", elem_id="compare_sampling")
     return fields, button
 

@@ -139,6 +139,12 @@ class Catalog:
             listed = _normal(name) in self._bases or _normal(name) in self._overrides
             return _normal(name) if listed else self._entries.get(_normal(name), _normal(name))
 
+    def name_of(self, path: Path) -> str | None:
+        """The entry of a base model's folder or of a file; None where it is not listed."""
+        with self._lock:
+            named = [*self._bases.items(), *self._overrides.items()]
+        return next((name for name, known in named if known == path), None)
+
     def alike(self, name: str) -> list[str]:
         """Entries of several files that have this one name, so that it means none of them."""
         named = self.overrides

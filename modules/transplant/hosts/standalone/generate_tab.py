@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import gradio as gr
 from transplant.errors import TransplantError
 from transplant.hosts.standalone.jobs import Saved
 from transplant.hosts.standalone.live import Follower, owner_of
-from transplant.hosts.standalone.starting import first_prompt, first_side
 from transplant.hosts.standalone.worker import Worker
-from transplant.request import make_request, parse_infotext
+from transplant.request import LIMITS, Request, make_request, parse_infotext
 from transplant.samplers import DEFAULT_SAMPLER
 
 FIELDS = ("prompt", "negative", "steps", "guidance", "width", "height", "seed", "batch", "sampler", "frames")
@@ -55,36 +55,61 @@ def draw(worker: Worker) -> list[Follower]:
         Follower(text, lambda owner: _pictures(worker, owner), lambda saved: saved[-1].infotext if saved else ""),
         Follower(fields["sampler"], lambda _: worker.samplers(), lambda names: gr.update(choices=list(names))),
         Follower(fields["frames"], lambda _: _makes_video(worker), lambda video: gr.update(visible=video)),
+        *size_followers(worker, fields),
     ]
+
+
+def slider(name: str, value: Any, elem_id: str, **more: Any) -> gr.Slider:
+    """The slider of a field of a request, with the limits that it has everywhere."""
+    limit = LIMITS[name]
+    return gr.Slider(
+        limit.least, limit.most, value, step=limit.multiple or 0.1, label=name.title(), elem_id=elem_id, **more
+    )
+
+
+def size_followers(worker: Worker, fields: Mapping[str, Any]) -> list[Follower]:
+    """Set width and height to what the base model is made for, once that and the device are known.
+
+    On a CPU they stay as they are: there they depend on neither.
+    """
+
+    def follower(name: str) -> Follower:
+        def known(_: str) -> int | None:
+            return getattr(worker.starting(), name) if worker.models.on_cpu is False else None
+
+        def update(value: int | None) -> Any:
+            return gr.skip() if value is None else gr.update(value=value)
+
+        return Follower(fields[name], known, update)
+
+    return [follower("width"), follower("height")]
 
 
 def _form(worker: Worker) -> tuple[dict[str, Any], gr.Button, gr.Button, gr.File]:
     """The parameters by name, the button, the one for the last seed, and the place for a picture to read from."""
     fields: dict[str, Any] = {}
     fields["prompt"] = gr.Textbox(
-        lambda: first_prompt(worker.catalog), label="Prompt", elem_id="txt2img_prompt", lines=3,
+        lambda: worker.starting().prompt, label="Prompt", elem_id="txt2img_prompt", lines=3,
         placeholder="What should be in the picture",
     )  # fmt: skip
     fields["negative"] = gr.Textbox(label="Negative prompt", elem_id="txt2img_neg_prompt", lines=1)
     button = gr.Button("Generate", variant="primary", elem_id="txt2img_generate")
     with gr.Row():
-        fields["steps"] = gr.Slider(1, 100, 8, step=1, label="Steps", elem_id="txt2img_steps")
-        fields["guidance"] = gr.Slider(0, 20, 1, step=0.1, label="Guidance", elem_id="txt2img_cfg_scale")
+        fields["steps"] = slider("steps", Request.steps, "txt2img_steps")
+        fields["guidance"] = slider("guidance", Request.guidance, "txt2img_cfg_scale")
     with gr.Row():
-        for name in ("width", "height"):
-            fields[name] = gr.Slider(
-                64, 2048, lambda: first_side(worker.catalog), step=16, label=name.title(), elem_id=f"txt2img_{name}"
-            )
+        fields["width"] = slider("width", lambda: worker.starting().width, "txt2img_width")
+        fields["height"] = slider("height", lambda: worker.starting().height, "txt2img_height")
     with gr.Row():
         with gr.Row(elem_classes="tp-choice"):
             fields["seed"] = gr.Number(-1, label="Seed (-1 draws one)", elem_id="txt2img_seed", min_width=120)
             reuse = gr.Button(
                 "Use the shown picture's seed", elem_id="txt2img_reuse_seed", elem_classes="tp-reuse", min_width=36
             )
-        fields["batch"] = gr.Slider(1, 16, 1, step=1, label="Pictures", elem_id="txt2img_batch_count")
+        fields["batch"] = slider("pictures", 1, "txt2img_batch_count")
     with gr.Row():
         fields["sampler"] = gr.Dropdown([DEFAULT_SAMPLER], label="Sampler", elem_id="txt2img_sampling", min_width=160)
-        fields["frames"] = gr.Slider(1, 201, 1, step=1, label="Frames", elem_id="txt2img_frames", visible=False)
+        fields["frames"] = slider("frames", 1, "txt2img_frames", visible=False)
     with gr.Accordion("Read parameters from a picture", open=False, elem_id="txt2img_recall_fold"):
         file = gr.File(
             label="A picture that was made here or in SD.Next", elem_id="txt2img_recall", file_types=["image"],

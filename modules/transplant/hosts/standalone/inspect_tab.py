@@ -40,15 +40,17 @@ def draw(worker: Worker) -> list[Follower]:
     def load(name: str | None, where: str, request: gr.Request) -> None:
         owner = owner_of(request)
         try:
-            worker.set_options(owner, {where: name} if name else {})
+            if not name:
+                raise TransplantError("no file is chosen: choose one under File first")
+            worker.set_options(owner, {where: name})
         except TransplantError as error:
             worker.refuse(owner, error)
 
-    drawn = inspector.draw(list(worker.catalog.overrides), inspect, "Load it", "inspect_use", slot=False)
+    drawn = inspector.draw(worker.listed_files(), inspect, "Load it", "inspect_use", slot=False)
     file, slot = drawn.file, drawn.slot
     drawn.button.click(load, [file, slot], **QUIET)
     return [
-        Follower(file, lambda _: worker.revision, lambda _: gr.update(choices=list(worker.catalog.overrides))),
+        Follower(file, lambda _: worker.revision, lambda _: gr.update(choices=worker.listed_files())),
         Follower(slot, lambda _: worker.is_shown(SECONDARY.option), lambda two: gr.update(visible=two)),
         Follower(drawn.shown, worker.answer, _update),
     ]

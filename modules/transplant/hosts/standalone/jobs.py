@@ -70,7 +70,7 @@ class Job:
         status: where it is.
         text: what it is doing.
         fraction: how far it is, 0 to 1; None where that is not known.
-        notice: what came of it.
+        notice: what came of it; while it is not over, what is known already.
         pictures: what it made so far.
         result: what it found out, for a job that is a question.
     """
@@ -187,10 +187,11 @@ class JobQueue:
         work: Callable[[Job], Notice | None],
         wants: dict[str, str] | None = None,
         kind: Kind = "load",
+        notice: Notice | None = None,
     ) -> Job:
-        """Put a job at the end of the queue."""
+        """Put a job at the end of the queue; its owner is told `notice` until it is over."""
         with self._changed:
-            job = Job(next(self._numbers), owner, title, work, wants or {}, kind, text=title)
+            job = Job(next(self._numbers), owner, title, work, wants or {}, kind, text=title, notice=notice)
             self._waiting.append(job)
             self._recent.append(job)
             self._changed.notify_all()
@@ -278,15 +279,23 @@ class JobQueue:
         job.end(status, notice)
 
 
+class Refused(TransplantError):
+    """A refusal that the log has already."""
+
+
 def _outcome(job: Job) -> tuple[Status, Notice | None]:
-    """Run a job. The host boundary: whatever it raises becomes one sentence for its owner."""
+    """Run a job. The host boundary: whatever it raises becomes one sentence for its owner.
+
+    The log has each once; the answer to a question is none of its matters.
+    """
     try:
         return "finished", job.work(job)
     except LoadCancelled as error:
         log.info("%s", error)
         return "cancelled", Notice("info", f"{job.title}: cancelled.")
     except TransplantError as error:
-        log.error("%s", error)
+        if job.kind != "question" and not isinstance(error, Refused):
+            log.error("%s", error)
         return "failed", Notice("error", sentence(str(error)))
     except Exception as error:
         log.exception("%s failed", job.title)

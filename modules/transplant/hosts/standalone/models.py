@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,6 +77,7 @@ class Models:
         notes: what an option does for what is loaded, by key, for those whose effect depends on it.
         is_settling: True while what a job put aside comes back, which no cancel ends.
         keep_settings: True while a job has models of its own for a while: what is loaded then is not saved.
+        on_cpu: whether what is loaded computes there; None while that is not known.
     """
 
     def __init__(self, host: Host, settings: Settings, catalog: Catalog, digests: Digests) -> None:
@@ -84,6 +85,7 @@ class Models:
         self.missing: frozenset[str] = frozenset()
         self.notes: dict[str, Note] = {}
         self.keep_settings = self.is_settling = False
+        self.on_cpu: bool | None = None
         self._wanted_load = self._done_load = 0
         self._host = host
         self._settings = settings
@@ -130,9 +132,33 @@ class Models:
         return Notice("warning", " ".join(problems)) if problems else None
 
     def follow_names(self) -> None:
-        """Let the settings name files as the list does: another file of the same name may have come or gone."""
+        """Let the settings name files as the list does: another file of the same name may have come or gone.
+
+        What is loaded stays chosen, also where its name alone would mean several files now.
+        """
+        loaded = self._loaded_paths()
+        held = {BASE: self.holding.base, **self.holding.overrides} if self.holding else {}
+
+        def entry(key: str, name: str) -> str:
+            kept = self._catalog.name_of(loaded[key]) if key in loaded and name == held.get(key) else None
+            return kept or self._catalog.entry(name)
+
         named = {key: self._settings.get(key) for key in (BASE, *SLOT_OF)}
-        self._save({key: entry for key, name in named.items() if (entry := self._catalog.entry(name)) != name})
+        entries = {key: entry(key, name) for key, name in named.items()}
+        if self.holding is not None and BASE in loaded:
+            renamed = {key: entry(key, name) for key, name in held.items()}
+            base = self._names[loaded[BASE]] = renamed.pop(BASE)
+            self.holding = replace(self.holding, base=base, overrides=renamed)
+        self._save({key: name for key, name in entries.items() if name != named[key]})
+
+    def _loaded_paths(self) -> dict[str, Path]:
+        """Folder of the loaded base model and files in its slots, by option."""
+        session = self._session
+        if session is None or session.base is None:
+            return {}
+        files = {key: session.slots[kind.name].loaded for key, kind in SLOT_OF.items()}
+        paths = {key: loaded.override.path for key, loaded in files.items() if loaded and loaded.override}
+        return {BASE: session.base.path, **paths}
 
     def misplaced(self) -> list[str]:
         """What is to be said of transformers that lie in the wrong folder."""
@@ -307,6 +333,7 @@ class Models:
         from transplant.plan import spec_for
 
         session = self.session()
+        self.on_cpu = self._host.load_settings().device.type == "cpu"
         fp8 = session.fp8_outlook()
         self.notes = {FP8: Note(fp8.text, fp8.possible), OFFLOAD: self._offload_note()}
         if session.base is None or session.pipeline is None:

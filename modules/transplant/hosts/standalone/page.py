@@ -10,7 +10,7 @@ from transplant.hosts.standalone.jobs import Job, Notice
 from transplant.hosts.standalone.models import Holding
 from transplant.inventory import Entry
 from transplant.options import Effect, Option
-from transplant.slots import DEFAULT
+from transplant.slots import DEFAULT, NONE
 
 EFFECTS: dict[Effect, str] = {
     "none": "",
@@ -22,6 +22,9 @@ EFFECTS: dict[Effect, str] = {
 }
 
 Choice = tuple[str, str]
+
+LABELS = {NONE: f"{NONE} (same as {DEFAULT})"}
+"""Entries that do not speak for themselves."""
 
 CHANGED = "●"
 """Marks an option that has another value than its default."""
@@ -89,13 +92,18 @@ def file_choices(
         architecture: the loaded base model's; "" while none is.
         others: "mark", "hide" or "show" those that are not for it.
     """
-    entries = choices(names, value)
+    entries = [(LABELS.get(name, label), name) for label, name in choices(names, value)]
     if others == "show":
         return entries
     told = [(label, name, _other(seen.get(name), architecture)) for label, name in entries]
     if others == "hide":
         return [(label, name) for label, name, other in told if not other or name == value]
     return [(f"{label} ({other})" if other else label, name) for label, name, other in told]
+
+
+def strangers(names: Sequence[str], seen: Mapping[str, Entry], architecture: str) -> dict[str, str]:
+    """The files among `names` that are not for the loaded base model, and what they are."""
+    return {name: other for name in names if (other := _other(seen.get(name), architecture))}
 
 
 def _other(entry: Entry | None, architecture: str) -> str:

@@ -193,6 +193,7 @@ def application(arguments: Arguments, worker: Worker, lines: Any) -> Any:
     from fastapi import FastAPI
 
     from transplant.hosts.standalone import api, ui
+    from transplant.hosts.standalone.api_errors import tell_in_words
     from transplant.hosts.standalone.guard import LocalOnly, Login
 
     hidden: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
@@ -200,6 +201,7 @@ def application(arguments: Arguments, worker: Worker, lines: Any) -> Any:
     if arguments.address == LOCAL:
         app.add_middleware(LocalOnly)
     login = Login(arguments.login)
+    tell_in_words(app)
     app.include_router(api.router(worker, login.check))
     app.include_router(api.description(app, login.check))
     style, script = ROOT / "style.css", ROOT / "javascript" / "transplant.js"

@@ -21,10 +21,11 @@ from transplant.hosts.standalone import page
 from transplant.hosts.standalone.compare import Comparison, compare
 from transplant.hosts.standalone.folders import Catalog, find
 from transplant.hosts.standalone.images import PictureStore
-from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Kind, Notice, Saved, sentence
+from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Kind, Notice, Refused, Saved, sentence
 from transplant.hosts.standalone.models import BASE, OFFLOAD, SLOT_OF, Holding, Models, Note
 from transplant.hosts.standalone.recall import Recalled, recall
 from transplant.hosts.standalone.settings import Settings
+from transplant.hosts.standalone.starting import Start, architecture_of, start_for
 from transplant.options import OPTIONS, option
 from transplant.samplers import DEFAULT_SAMPLER
 from transplant.slots import DEFAULT, NONE, PRIMARY, SECONDARY
@@ -118,10 +119,20 @@ class Worker:
 
     def file_choices(self, value: object) -> list[page.Choice]:
         """The entries of a slot's dropdown, with Default and None first."""
-        architecture = self.holding.architecture if self.holding else ""
         others = self.settings.get("transplant_other_files")
-        names = self.dynamic()["overrides"]
-        return page.file_choices(names, value, self.catalog.seen, architecture, others)
+        return page.file_choices(self.dynamic()["overrides"], value, self.catalog.seen, self.architecture(), others)
+
+    def listed_files(self) -> list[page.Choice]:
+        """Every file, none hidden; those that are not for the base model say so, where that is wanted at all."""
+        others = "show" if self.settings.get("transplant_other_files") == "show" else "mark"
+        return page.file_choices(list(self.catalog.overrides), None, self.catalog.seen, self.architecture(), others)
+
+    def architecture(self) -> str:
+        """The architecture of the loaded base model, of the selected one while none is; "" where that is not known."""
+        if self.holding is not None:
+            return self.holding.architecture
+        base = find(self.catalog.bases, self.models.selected_base())
+        return architecture_of(base) if base else ""
 
     def _look_again(self) -> None:
         """List the folders, and look into the files in the background: a thousand take seconds the first time."""
@@ -221,14 +232,24 @@ class Worker:
         return self._submit(owner, title, lambda job: self._generate(job, request, checked), kind="pictures")
 
     def compare(self, owner: str, comparison: Comparison) -> Job:
-        """Queue a comparison. Raises OptionError where a file is not in the list."""
+        """Queue a comparison; files that are not for the base model are told at once.
+
+        Raises:
+            OptionError: a file is not in the list, or none of them is for the base model.
+        """
         for file in comparison.files:
             self.checked({comparison.slot: file})
+        strangers = page.strangers(comparison.files, self.catalog.seen, self.architecture())
+        told = " and ".join(f"{file} ({what})" for file, what in strangers.items())
+        if len(strangers) == len(comparison.files):
+            raise OptionError("files", list(strangers), f"none of them is for the loaded base model: {told}")
+        warning = Notice("warning", f"Not for the loaded base model, and not drawn: {told}.") if strangers else None
 
         def work(job: Job) -> Notice | None:
             return compare(job, comparison, self.models, self.settings, self.pictures, self.cancelled)
 
-        return self._submit(owner, f"Comparing {len(comparison.files)} files", work, kind="comparison")
+        title = f"Comparing {len(comparison.files)} files"
+        return self._submit(owner, title, work, kind="comparison", notice=warning)
 
     def inspect(self, owner: str, file: Path, base: Path, slot: str) -> Job:
         """Queue the question what loading a file over a base model would do; the job's result is the Inspection.
@@ -251,6 +272,22 @@ class Worker:
         """What someone's newest question came to; None while there is none, or it failed."""
         asked = [job for job in self.queue.jobs_of(owner) if job.kind == "question"]
         return asked[-1].result if asked else None
+
+    def starting(self, ask_device: bool = False) -> Start:
+        """What a picture begins with where nothing is said.
+
+        Args:
+            ask_device: find out where models compute, which imports torch; else a device that is not known yet
+                counts as the CPU.
+
+        Raises:
+            TransplantError: this machine has no such device.
+        """
+        base = find(self.catalog.bases, self.models.selected_base())
+        on_cpu = self.models.on_cpu
+        if on_cpu is None:
+            on_cpu = not ask_device or self.load_settings().device.type == "cpu"
+        return start_for(base, on_cpu, self.catalog.built_in_dir)
 
     def samplers(self) -> tuple[str, ...]:
         """What the loaded base model can draw with."""
@@ -312,6 +349,7 @@ class Worker:
         work: Callable[[Job], Notice | None],
         wants: dict[str, str] | None = None,
         kind: Kind = "load",
+        notice: Notice | None = None,
     ) -> Job:
         def run(job: Job) -> Notice | None:
             self._job = job
@@ -320,7 +358,7 @@ class Worker:
             finally:
                 self._job = None
 
-        return self.queue.submit(owner, title, run, wants, kind)
+        return self.queue.submit(owner, title, run, wants, kind, notice)
 
     def _submit_models(self, owner: str, new: dict[str, str], again: bool) -> None:
         """Queue what loads the models that are newly chosen, or, where none is, what is loaded again."""
@@ -348,7 +386,7 @@ class Worker:
                     self.models.outdate()
                 refused = self.models.settle()
                 if refused is not None and refused.level == "error":
-                    raise TransplantError(refused.text)
+                    raise Refused(refused.text)
                 self._draw(job, request)
         finally:
             if reload:
@@ -374,7 +412,7 @@ class Worker:
             text = infotext(request, picture.seed, names)
             path = self.pictures.save(picture, text, keep)
             job.pictures = (*job.pictures, Saved(path, text))
-            log.info("%s: %s", path.name, " / ".join(text.splitlines()))
+            log.info("%s: %s", path.name, " / ".join(shortened(line) for line in text.splitlines()))
 
     # State
 
@@ -397,6 +435,11 @@ class Worker:
 
     def _bump(self) -> None:
         self.revision += 1
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """The text, cut where it is longer than a log line should be."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def _choosing(models: Models, key: str, name: str) -> Callable[[Job], Notice | None]:
