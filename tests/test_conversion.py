@@ -250,7 +250,8 @@ def test_command_line(nvfp4: Path, base: Path, tmp_path: Path) -> None:
         command = [sys.executable, str(ROOT / "extension.py"), "convert", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
-    done = call(nvfp4, tmp_path / "out", "--base", base, "--dtype", "bf16", "--weights", "int8", "--json")
+    out = tmp_path / "there" / ".." / "out"  # told as it is, without the detour
+    done = call(nvfp4, out, "--base", base, "--dtype", "bf16", "--weights", "int8", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["folder"], told["needs_transplant"]) == (str(tmp_path / "out"), None)

@@ -128,7 +128,7 @@ def opened(browser: Browser, server: Server, **context: object) -> Iterator[Page
     page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
     page.on("request", lambda request: wrong.append(request.url) if is_foreign(request.url, server.url) else None)
     page.goto(server.url)
-    expect(page.locator("#setting_sd_unet input")).to_be_visible(timeout=30_000)
+    expect(page.locator("#setting_sd_unet input")).to_be_visible(timeout=60_000)  # the server may be importing torch
     yield page
     page.close()
     assert wrong == []

@@ -15,7 +15,7 @@ from transplant.formats import formats
 from transplant.formats.base import FormatError, QuantizedLayer, check_finite_and_positive
 from transplant.quantized import LayerError
 
-MOST_BYTES = 3_000_000
+MOST_BYTES = 10_000_000
 """What a plan reads of scales."""
 
 
