@@ -177,7 +177,7 @@ def draw(page: Page, server: Server, seed: int = 5) -> Image.Image:
 
 
 def message(page: Page, text: str) -> None:
-    expect(page.locator("#transplant_message [role=alert]")).to_contain_text(text, timeout=30_000)
+    expect(page.locator("#transplant_message [role=alert]")).to_contain_text(text, timeout=60_000)
 
 
 def screenshot(page: Page, name: str) -> None:

@@ -168,6 +168,7 @@ def test_files_are_compared_in_one_grid(page: Page, server: Server) -> None:
     for field, value in (("width", 64), ("height", 64), ("steps", 2)):
         fill(page, f"compare_{field}", value)
     page.locator("#compare_start").click()
+    message(page, "Not for the loaded base model, and not drawn: z (Z-Image).")
     message(page, "Refused: z; the grid has the reasons.")
     expect(page.locator("#compare_result img")).to_be_visible()
     expect(page.locator("#compare_info textarea")).to_have_value(re.compile('Compared: "Default, a, z"'))
