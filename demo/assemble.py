@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, ZImagePipeline
+from diffusers import ZImagePipeline
 
 import make_demo
 import network
@@ -32,18 +32,11 @@ def is_trained(task: str) -> bool:
     return (tasks.FOLDER / f"{task}.pt").exists()
 
 
-def trained_vae() -> AutoencoderKL:
-    vae = network.new_vae(tasks.SEED)
-    for part in filter(is_trained, ("decoder", "encoder")):
-        tasks.load({part: getattr(vae, part)}, part)
-    return vae
-
-
 def trained_pipeline(transformer: str = "base", dtype: torch.dtype = torch.bfloat16) -> ZImagePipeline:
     """The pipeline with the transformer of a task."""
     modules = tasks.base_modules()
     tasks.load({"transformer": modules["transformer"]}, transformer)
-    modules["vae"] = trained_vae()
+    modules["vae"] = network.new_vae(tasks.get_latents())
     for module in modules.values():
         module.to(dtype).eval()
     return network.pipeline(**modules, tokenizer=network.new_tokenizer())  # pyright: ignore[reportArgumentType]

@@ -1,8 +1,8 @@
 """The networks of the built-in demo: real diffusers and transformers classes, small.
 
-The latent space is not learned. A latent of 16 numbers is a linear projection of 8x8 pixels: the principal components
-of the drawn pictures' patches, most of them scaled to the same spread. So the transformer can be trained before and
-beside the VAE, whose decoder learns to undo the projection and whose encoder learns to do it.
+The latent space is not learned. A latent of 16 numbers stands for 8x8 pixels: 14 principal components of the drawn
+pictures' patches, most of them scaled to the same spread, and two numbers that only say whether its column and its row
+are even. These let a decoder that doubles pixels know which of the two it is at, see `exact_decoder.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
+import exact_decoder
 import make_demo
 import shapes
 
@@ -30,6 +31,10 @@ SCALE, SHIFT = 0.3611, 0.1159
 TEXT_WIDTH = 128
 PATCH = 8
 LATENT_CHANNELS = 16
+COMPONENTS = 14
+"""Latent channels that hold principal components; the last two hold the parity of column and row, 1 where even."""
+SPREAD = (1.0,) * 3 + (0.8,) * 6 + (0.6,) * 5
+"""Standard deviation of each component; the first three are flat colors, the next an edge's two sides."""
 
 TRANSFORMER: dict[str, Any] = {
     "dim": 192,
@@ -73,17 +78,15 @@ def new_text_encoder(seed: int, vocabulary: int) -> Qwen3Model:
     return text_encoder
 
 
-def new_vae(seed: int) -> AutoencoderKL:
-    """An untrained VAE in the shape of FLUX.1's and Z-Image's, with few channels.
+def new_vae(latents: Latents) -> AutoencoderKL:
+    """A VAE in the shape of FLUX.1's and Z-Image's, with few channels, whose decoder undoes the projection.
 
-    One group in its norms: with two channels a group, as eight groups would have, a flat color's brightness is lost.
-    Every residual branch starts at zero, so the decoder starts as a nearly linear map; it learns three times as fast.
+    The encoder is zeros: it could not know the parity of a latent's place, and nothing that the demo shows needs it.
     """
-    torch.manual_seed(seed)
     vae = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 32, 48, 64),
+        block_out_channels=(28, 46, 60, 40),
         layers_per_block=1,
         latent_channels=LATENT_CHANNELS,
         norm_num_groups=1,
@@ -93,9 +96,11 @@ def new_vae(seed: int) -> AutoencoderKL:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    for name, parameter in vae.named_parameters():
-        if ".conv2." in name or ".to_out.0." in name:
-            torch.nn.init.zeros_(parameter)
+    unprojected = torch.linalg.pinv(latents.matrix.double())
+    color = latents.mean.view(3, -1).mean(1)
+    for parameter in vae.parameters():
+        torch.nn.init.zeros_(parameter)
+    exact_decoder.build(vae.decoder, unprojected, color, torch.tensor(SPREAD), SCALE, SHIFT)
     return vae
 
 
@@ -148,7 +153,7 @@ class Latents:
 
     Attributes:
         mean: of a patch's pixels, [192].
-        matrix: patch to latent, [16, 192].
+        matrix: patch to components, [14, 192].
     """
 
     mean: torch.Tensor
@@ -156,9 +161,12 @@ class Latents:
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pixels from -1 to 1, [B, 3, H, W], to latents as the transformer sees them, [B, 16, H/8, W/8]."""
-        kernel = self.matrix.view(LATENT_CHANNELS, 3, PATCH, PATCH)
+        kernel = self.matrix.view(COMPONENTS, 3, PATCH, PATCH)
         bias = -self.matrix @ self.mean
-        return torch.nn.functional.conv2d(pixels, kernel, bias, stride=PATCH)
+        components = torch.nn.functional.conv2d(pixels, kernel, bias, stride=PATCH)
+        rows, columns = (1.0 - 2 * (torch.arange(size) % 2) for size in components.shape[2:])
+        parity = torch.stack([columns.expand(len(rows), -1), rows[:, None].expand(-1, len(columns))])
+        return torch.cat([components, parity.expand(len(components), -1, -1, -1)], 1)
 
 
 def fit_latents(seed: int, pictures: int = 1500) -> Latents:
@@ -176,11 +184,11 @@ def fit_latents(seed: int, pictures: int = 1500) -> Latents:
     chosen = torch.cat([edges, flat]).double()
     mean = chosen.mean(0)
     _, _, components = torch.linalg.svd(chosen - mean, full_matrices=False)
-    components = components[:LATENT_CHANNELS]
+    components = components[:COMPONENTS]
     signs = components.sum(1, keepdim=True).sign()  # a decomposition's signs are arbitrary
     components = components * torch.where(signs == 0, 1.0, signs)
     spread = ((chosen - mean) @ components.T).std(0)
-    wanted = torch.tensor([1.0] * 3 + [0.8] * 6 + [0.6] * (LATENT_CHANNELS - 9), dtype=torch.float64)
+    wanted = torch.tensor(SPREAD, dtype=torch.float64)
     matrix = components * (wanted / spread)[:, None]
     return Latents(mean.float(), matrix.float())
 

@@ -32,7 +32,7 @@ class Task:
         modules: makes the modules, by name; what does not require a gradient rests.
         loss: makes the loss of these modules; done once in every worker.
         microbatches: gradients in a step.
-        rates: learning rates of inner matrices and convolutions (Muon) and of everything else (AdamW).
+        rates: learning rates of inner matrices (Muon) and of everything else (AdamW).
         decay: of the weights' running average, which is what counts in the end.
     """
 
@@ -174,66 +174,9 @@ def get_latents() -> network.Latents:
     return network.Latents(**torch.load(path))
 
 
-# The VAE
-
-
-def vae_modules(part: str) -> Callable[[], Modules]:
-    return lambda: {part: getattr(network.new_vae(SEED), part)}
-
-
-def random_pictures(rng: random.Random, size: int = 16) -> torch.Tensor:
-    """Pixels in every style, cut to a quarter: of three cuts the one with most edges."""
-    pictures = network.to_pixels(
-        [shapes.draw(shapes.training_scene(rng), rng, rng.choice(("plain", *shapes.STYLES))) for _ in range(size)]
-    )
-    cuts = []
-    for picture in pictures:
-        places = [(8 * rng.randrange(9), 8 * rng.randrange(9)) for _ in range(3)]
-        cuts.append(max((picture[:, y : y + 64, x : x + 64] for y, x in places), key=edges))
-    return torch.stack(cuts)
-
-
-def edges(pixels: torch.Tensor) -> float:
-    """How much neighbouring pixels differ."""
-    return float(pixels.diff(dim=1).abs().mean() + pixels.diff(dim=2).abs().mean())
-
-
-def decoder_loss(modules: Modules) -> Loss:
-    """Pixels from latents that are a little noisy, as those from the transformer are."""
-    decoder, latents = torch.compile(modules["decoder"]), get_latents()
-
-    def loss(rng: random.Random, generator: torch.Generator) -> torch.Tensor:
-        pixels = random_pictures(rng)
-        clean = latents.encode(pixels)
-        noisy = clean + 0.04 * torch.randn(clean.shape, generator=generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = decoder(noisy / network.SCALE + network.SHIFT).float()
-        difference = out - pixels
-        return difference.abs().mean() + 2 * difference.square().mean()
-
-    return loss
-
-
-def encoder_loss(modules: Modules) -> Loss:
-    """The projection's latents as the mean, with a small fixed spread."""
-    encoder, latents = torch.compile(modules["encoder"]), get_latents()
-
-    def loss(rng: random.Random, generator: torch.Generator) -> torch.Tensor:
-        del generator
-        pixels = random_pictures(rng)
-        with torch.autocast("cpu", torch.bfloat16):
-            mean, spread = encoder(pixels).float().chunk(2, 1)
-        wanted = latents.encode(pixels) / network.SCALE + network.SHIFT
-        return (mean - wanted).square().mean() + 0.01 * (spread + 8).square().mean()
-
-    return loss
-
-
 TASKS = {
     "text": Task(text_modules, text_loss, 1, (3e-3, 2e-3), 0.98),
     "base": Task(base_modules, flow_loss("plain"), 3, (3e-3, 1.5e-3), 0.998),
-    "decoder": Task(vae_modules("decoder"), decoder_loss, 1, (4e-3, 2e-3), 0.99),
-    "encoder": Task(vae_modules("encoder"), encoder_loss, 1, (4e-3, 2e-3), 0.99),
     **{style: Task(fine_tune_modules, flow_loss(style), 2, (1e-3, 5e-4), 0.99) for style in shapes.STYLES[1:]},
 }
 

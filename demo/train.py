@@ -2,8 +2,6 @@
 
     python demo/train.py text --steps 1500      the text encoder
     python demo/train.py base --steps 5000      the transformer; needs text
-    python demo/train.py decoder --steps 3000   the VAE's decoder
-    python demo/train.py encoder --steps 1500   the VAE's encoder
     python demo/train.py outlines --steps 500   a fine-tune of the transformer; needs base; also pastel and pencil
 
 Every command goes on where it stopped, and leaves its state in `demo/.training`. Two workers of one thread each
@@ -135,15 +133,8 @@ INNER = (".attention.to_", ".feed_forward.", ".self_attn.", ".mlp.")
 
 
 def is_inner(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether Muon trains it: matrices inside transformer blocks, and all convolutions but the last."""
-    if parameter.ndim == 4:
-        return "conv_out" not in name
+    """Whether Muon trains it: matrices inside transformer blocks."""
     return parameter.ndim == 2 and "t_embedder" not in name and any(part in name for part in INNER)
-
-
-def as_matrix(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The same numbers as a matrix, for Muon: a convolution's kernels as rows."""
-    return torch.nn.Parameter(parameter.data.view(len(parameter), -1))
 
 
 def make_optimizers(
@@ -172,8 +163,7 @@ class Run:
         self.parameters = trained(self.task.modules())
         inner = [parameter for name, parameter in self.parameters.items() if is_inner(name, parameter)]
         rest = [parameter for name, parameter in self.parameters.items() if not is_inner(name, parameter)]
-        self.matrices = [(parameter, as_matrix(parameter)) for parameter in inner]
-        self.optimizers = make_optimizers([matrix for _, matrix in self.matrices], rest, self.task.rates)
+        self.optimizers = make_optimizers(inner, rest, self.task.rates)
         self.average = {key: parameter.detach().clone() for key, parameter in self.parameters.items()}
         self.step = 0
         self.seconds = 0.0
@@ -199,9 +189,6 @@ class Run:
     def update(self, steps: int) -> None:
         """One step of the optimizers with the gradients that are there."""
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
-        for parameter, matrix in self.matrices:
-            assert parameter.grad is not None
-            matrix.grad = parameter.grad.view_as(matrix)
         for optimizer, full in zip(self.optimizers, self.task.rates[::-1], strict=False):
             optimizer.param_groups[0]["lr"] = full * self.share * rate(self.step, steps)
             optimizer.step()
