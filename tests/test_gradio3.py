@@ -77,7 +77,9 @@ def page(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pag
             page = browser.new_page()
             wrong: list[str] = []
             page.on("pageerror", lambda error: wrong.append(str(error)))
+            page.add_init_script("window.onUiLoaded = () => {};")  # so a script knows the host
             page.goto(url)
+            page.add_script_tag(path=ROOT / "javascript" / "transplant_host.js")
             page.locator(".tab-nav button", has_text="Transplant").click()
             yield page
             assert wrong == []
@@ -98,9 +100,9 @@ def wait_for(url: str, server: subprocess.Popen[bytes], output: Path) -> None:
     pytest.fail(output.read_text())
 
 
-def choose(page: Page, name: str) -> None:
-    page.locator("#inspect_file input").click()
-    page.locator(f'#inspect_file li[data-value="{name}"]').click()
+def choose(page: Page, name: str, element: str = "inspect_file") -> None:
+    page.locator(f"#{element} input").click()
+    page.locator(f'#{element} li[data-value="{name}"]').click()
 
 
 def test_the_tab_tells_what_a_file_is(page: Page) -> None:
@@ -121,3 +123,14 @@ def test_the_list_is_read_again(page: Page) -> None:
     page.locator("#transplant_refresh").click()
     page.locator("#inspect_file input").click()
     expect(page.locator("#inspect_file")).to_contain_text("a-file")
+
+
+def test_a_refusal_stays_over_the_page_when_the_dropdown_goes_back(page: Page) -> None:
+    page.locator(".tab-nav button", has_text="Text").click()
+    choose(page, "other", "setting_sd_unet")
+    expect(page.locator("#setting_sd_unet input")).to_have_value("Default")
+    page.wait_for_timeout(1000)
+    expect(page.locator("#transplant_over[role=alert]")).to_contain_text("other: is refused.")
+    expect(page.locator(".toast-body:visible")).to_have_count(0)
+    page.locator("#transplant_over button").click()
+    expect(page.locator("#transplant_over")).to_have_count(0)

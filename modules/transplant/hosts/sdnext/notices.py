@@ -10,6 +10,9 @@ from transplant.hosts.sdnext import app
 
 log = logging.getLogger("transplant")
 
+_MARK = "\u2063"
+"""Ends a message over the page, unseen: by it javascript/transplant_host.js knows ours."""
+
 _last: dict[str, str] = {}
 """By slot, why its last choice was not taken."""
 
@@ -51,6 +54,6 @@ def _show(text: str) -> None:
         gradio: Any = app.module("gradio")
         running: Any = app.module("gradio.context").thread_data
         if getattr(running, "blocks", None) is not None and running.blocks.enable_queue and running.event_id:
-            gradio.Warning(text)
+            gradio.Warning(text + _MARK)
     except Exception as error:  # another gradio, or no page: the log has it
         log.debug("no message over the page (%s: %s)", type(error).__name__, error)
