@@ -23,6 +23,7 @@ from test_webui import (  # noqa: F401 - `browser` is a fixture
     message,
     needs_browser,
     opened,
+    reload,
     screenshot,
     serving,
     settings_tab,
@@ -139,7 +140,7 @@ def test_a_video_is_drawn_and_its_parameters_are_read_back(page: Page, server: S
 
     choose(page, "sd_unet", "Default")
     idle(page, "two with its own transformers")
-    page.reload()
+    reload(page)
     idle(page, "two with its own transformers")
     page.get_by_role("button", name="Read parameters from a picture").click()
     page.locator("#txt2img_recall input[type=file]").set_input_files(picture)
