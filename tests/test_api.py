@@ -24,7 +24,7 @@ from transplant.hosts.standalone.server import LOCAL, Arguments, application
 from transplant.hosts.standalone.settings import Settings
 from transplant.hosts.standalone.starting import PROMPT
 from transplant.hosts.standalone.worker import Worker
-from transplant.options import OPTIONS
+from transplant.options import OPTIONS, option
 
 HOME = "http://127.0.0.1:7860"
 SMALL = {"prompt": "a cat", "steps": 2, "width": 64, "height": 64, "seed": 3}
@@ -102,6 +102,13 @@ def test_options_are_read_and_set_and_what_they_load_is_loaded(served: Served) -
         ({"cuda_dtype": "fp64"}, "the choices are auto, bf16"),
         ({"no_such_option": 1}, "there is no such option"),
         ({"sdnq_modules_dtype_dict": "{bad"}, "is not valid JSON"),
+        ({"sdnq_modules_dtype_dict": '{"int99": ["a"]}'}, "sdnq_modules_dtype_dict: SDNQ has no 'int99'; it has int"),
+        ({"sdnq_modules_dtype_dict": '{"int8": ["(*"]}'}, "sdnq_modules_dtype_dict: '(*' is no pattern"),
+        ({"sdnq_modules_dtype_dict": '{"int8": [1]}'}, "the modules of 'int8' must be a list of names"),
+        ({"sdnq_modules_to_not_convert": "a, (*"}, "sdnq_modules_to_not_convert: '(*' is no pattern that SDNQ can"),
+        ({"sdnq_modules_to_not_convert": ["a"]}, "must be a text, not list"),
+        ({"sdnq_quantize_weights_group_size": 16.5}, "must be a whole number, not 16.5"),
+        ({"sdnq_quantize_weights_group_size": -2}, "must be from -1 to 4096"),
         ({"quicksettings_list": ["nothing"]}, "there is no 'nothing'"),
     ],
 )
@@ -110,6 +117,42 @@ def test_bad_options_are_refused_whole(served: Served, values: dict[str, Any], r
     told = served.post("/sdapi/v1/options", {"samples_save": False, **values}, 422)
     assert reason in told["detail"]
     assert served.get("/sdapi/v1/options") == before
+
+
+def test_modules_that_sdnq_can_read_are_taken(served: Served) -> None:
+    values = {
+        "sdnq_modules_dtype_dict": '{"uint4": ["layers.0.*"], "int8": "attention, w2"}',
+        "sdnq_modules_to_not_convert": "layers.1.*, .layers.0",
+        "sdnq_quantize_weights_group_size": 16.0,
+    }
+    assert served.post("/sdapi/v1/options", values)["updated"] == list(values)
+    stored = served.get("/sdapi/v1/options")
+    assert {key: stored[key] for key in values} == values
+    served.post("/sdapi/v1/options", {key: option(key).default for key in values})
+
+
+def test_what_has_no_effect_here_is_said(served: Served) -> None:
+    fp8, offload = "FP8 storage: No effect: ", "Offloading: No effect: needs CUDA or XPU, the models run on cpu."
+    (told,) = served.post("/sdapi/v1/options", {"fp8_storage": True})["messages"]
+    assert told.startswith(fp8) and "cpu" in told.lower()
+    assert served.post("/sdapi/v1/options", {"fp8_storage": False})["messages"] == []
+    both = {"fp8_storage": True, "diffusers_offload_mode": "model", "sd_unet": "demo-comfyui-bf16"}
+    (beside,) = served.post("/sdapi/v1/options", both)["messages"]
+    assert told in beside and offload in beside
+    served.post("/sdapi/v1/options", {key: option(key).default for key in both})
+    served.post("/sdapi/v1/options", {"transplant_load_at_once": False})
+    assert served.post("/sdapi/v1/options", {"fp8_storage": True})["messages"] == [told]
+    served.post("/sdapi/v1/options", {"fp8_storage": False, "transplant_load_at_once": True})
+
+
+def test_a_refusal_among_several_options_says_what_is_set(served: Served) -> None:
+    values = {"unet_cache": 1, "sd_unet": "demo-flux"}
+    told = served.post("/sdapi/v1/options", values, 422)["detail"]
+    assert told.startswith("sd_unet: ") and told.endswith(" Applied: unet_cache.")
+    assert served.get("/sdapi/v1/options")["unet_cache"] == 1
+    served.post("/sdapi/v1/options", {"unet_cache": 0})
+    told = served.post("/sdapi/v1/options", {"sd_unet": "demo-flux"}, 422)["detail"]
+    assert not told.startswith("sd_unet: ") and "Applied" not in told
 
 
 def test_a_file_that_does_not_fit_is_an_error_with_its_reason(served: Served) -> None:

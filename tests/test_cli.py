@@ -148,7 +148,24 @@ def test_dtypes_that_sdnq_has_not_are_told_with_what_is_like_them(models: Path) 
     done = run("load", models / make_demo.COMFYUI, "--base", models / make_demo.BASE, "--quantize", "int99")
     assert done.returncode == 1
     assert "SDNQ has no 'int99'; it has int" in done.stderr and "and others" in done.stderr
+    assert "--quantize: " in done.stderr
     assert len(done.stderr) < 200 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--modules-dtype", '{"int99": ["a"]}', "--modules-dtype: SDNQ has no 'int99'; it has int"),
+        ("--modules-dtype", '{"int8": ["(*"]}', "--modules-dtype: '(*' is no pattern that SDNQ can read"),
+        ("--modules-to-not-convert", "a,(*", "--modules-to-not-convert: '(*' is no pattern that SDNQ can read"),
+    ],
+    ids=["dtype", "pattern in another dtype", "pattern to leave"],
+)
+def test_modules_that_sdnq_cannot_read_are_told_with_their_flag(flag: str, value: str, told: str, models: Path) -> None:
+    call = ("load", models / make_demo.COMFYUI, "--base", models / make_demo.BASE, "--quantize", "int8")
+    done = run(*call, flag, value)
+    assert done.returncode == 1
+    assert told in done.stderr and "Traceback" not in done.stderr
 
 
 def test_generate_says_what_it_does_and_checks_its_target_first(models: Path, tmp_path: Path) -> None:

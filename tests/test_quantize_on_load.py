@@ -20,6 +20,8 @@ from tiny_models import random_z_image, save, tiny_z_image_config, to_comfyui
 from transplant import sdnq_rows
 from transplant.build import build
 from transplant.errors import OptionError
+from transplant.hosts.base import compute_from
+from transplant.options import OPTIONS
 from transplant.plan import plan
 from transplant.sdnq_bridge import Compute, InFlight, QuantizeOnLoad
 from transplant.skeleton import shapes_only
@@ -94,6 +96,23 @@ def test_unknown_dtype(base: Path, tmp_path: Path) -> None:
     file = save(tmp_path / "x.safetensors", to_comfyui(network().state_dict()))
     with pytest.raises(OptionError, match="int99"):
         plan(file, base, compute=Compute(quantize=QuantizeOnLoad("int99")))
+    with pytest.raises(OptionError, match=r"^modules_dtype_dict: SDNQ has no 'int99'"):
+        wanted = QuantizeOnLoad("int8", modules_dtype_dict=(("int99", ("w2",)),))
+        plan(file, base, compute=Compute(quantize=wanted))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sdnq_quantize_weights_mode", "int99"), ("sdnq_modules_dtype_dict", '{"int99": ["w2"]}'),
+        ("sdnq_modules_to_not_convert", "(*"),
+    ],
+)  # fmt: skip
+def test_what_a_hand_wrote_into_the_settings_is_told_with_its_option(key: str, value: str) -> None:
+    values = {known.key: known.default for known in OPTIONS} | {"sdnq_quantize_weights_mode": "int8"}
+    assert compute_from(values.__getitem__).quantize == QuantizeOnLoad("int8")
+    with pytest.raises(OptionError, match=f"^{key}: "):
+        compute_from({**values, key: value}.__getitem__)
 
 
 FEW = ("int8", "uint8", "uint4", "int3", "float8_e4m3fn")

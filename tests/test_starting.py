@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from pathlib import Path
 
 import diffusers
@@ -89,6 +90,27 @@ def test_without_a_base_model_or_with_the_built_in_one() -> None:
 def test_a_base_model_that_cannot_be_read_has_no_architecture(tmp_path: Path) -> None:
     assert architecture_of(tmp_path) == ""
     assert start_for(tmp_path, on_cpu=False) == Start("", 1024, 1024)
+
+
+def test_the_built_in_base_model_keeps_its_start_when_others_come(demo: Path, tmp_path: Path) -> None:
+    """It is still loaded, and no list has it any more; a base model that is chosen since begins as its own kind."""
+    (tmp_path / "config.json").write_text(json.dumps({"transplant_hub_cache": False}))
+    pictures = PictureStore(tmp_path / "outputs")
+    catalog = Catalog(tmp_path / "models", demo)
+    worker = Worker(Settings(tmp_path / "config.json"), catalog, pictures, Digests(), "cpu")
+    worker.start()
+    while worker.holding is None:
+        time.sleep(0.05)
+    assert worker.starting() == Start(PROMPT, 128, 128)
+    for name in ("own", "other"):
+        base_folder(tmp_path / "models" / "Diffusers" / name, {})
+    worker.refresh("me")
+    assert sorted(catalog.bases) == ["other", "own"]
+    assert worker.starting() == Start(PROMPT, 128, 128)
+    worker.set_options("me", {"transplant_load_at_once": False, BASE: "own"})
+    assert worker.starting() == Start("", 256, 256)
+    assert worker.stop()
+    pictures.close()
 
 
 @pytest.mark.parametrize("name", ["steps", "guidance", "width", "height", "frames"])

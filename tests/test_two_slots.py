@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from PIL import Image
 
 from test_standalone import ME, Studio
@@ -20,6 +22,8 @@ from transplant.hosts.standalone import quicksettings
 from transplant.hosts.standalone.folders import Catalog
 from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import Job
+from transplant.hosts.standalone.log_panel import LogLines
+from transplant.hosts.standalone.server import LOCAL, Arguments, application
 from transplant.hosts.standalone.settings import Settings
 from transplant.hosts.standalone.worker import Worker
 from transplant.request import make_request
@@ -32,6 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Wan with two transformers, a Z-Image with one, and files for each."""
     folder = tmp_path_factory.mktemp("models")
     wan().save_pretrained(str(folder / "Diffusers" / "two"))
+    wan().save_pretrained(str(folder / "Diffusers" / "two too"))
     tiny_base(folder / "Diffusers" / "one")
     for name, seed in (("a", 11), ("b", 12)):
         save(folder / "UNET" / f"{name}.safetensors", filled(network("WanTransformer3DModel"), seed).state_dict())
@@ -106,11 +111,37 @@ def test_a_refusal_in_the_second_slot_leaves_both(studio: Studio) -> None:
     assert pixels(draw(studio)) == before
 
 
+def test_a_refusal_beside_a_choice_that_is_applied_says_both(studio: Studio) -> None:
+    arguments = Arguments(LOCAL, 7860, None, studio.worker.settings.path.parent, Path(), "cpu", None, False)
+    client = TestClient(application(arguments, studio.worker, LogLines()), base_url="http://127.0.0.1:7860")
+    for first, second, refused, applied in (("a", "z", SECOND, UNET), ("z", "b", UNET, SECOND)):
+        answer = client.post("/sdapi/v1/options", json={UNET: first, SECOND: second})
+        assert answer.status_code == 422
+        told = answer.json()["detail"]
+        assert told.startswith(f"{refused}: ") and "Z-Image" in told and told.endswith(f"loaded. Applied: {applied}.")
+    assert held(studio) == ("two", "a", "b")
+
+
+@pytest.mark.parametrize("second", ["a", "b"])
+def test_each_slot_that_another_type_with_two_sets_back_is_named(second: str, studio: Studio) -> None:
+    """Also where both hold the same file."""
+    studio.set(sd_unet="a", sd_unet_secondary=second)
+    held_now = studio.worker.models.holding
+    assert held_now is not None
+    studio.worker.models.holding = replace(held_now, pipeline="AnotherPipeline")
+    notice = studio.set(sd_model_checkpoint="two too").notice
+    why = "is not used: two too is another type of model."
+    assert notice is not None and notice.text == f"UNET a {why} UNET secondary {second} {why}"
+    assert held(studio) == ("two too", "Default", "Default")
+
+
 def test_another_type_of_model_sets_both_slots_back_and_says_so(studio: Studio) -> None:
     studio.set(sd_unet="a", sd_unet_secondary="b")
     notice = studio.set(sd_model_checkpoint="one").notice
     assert notice is not None and notice.level == "info"
-    assert notice.text == ("a is not used: one is another type of model. b is not used: one has no second transformer.")
+    assert notice.text == (
+        "UNET a is not used: one is another type of model. UNET secondary b is not used: one has no second transformer."
+    )
     assert held(studio) == ("one", "Default")
     assert not studio.worker.is_shown(SECOND)
     stored = json.loads(studio.worker.settings.path.read_text())

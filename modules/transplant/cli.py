@@ -168,14 +168,17 @@ def _quantizing_options(parser: argparse.ArgumentParser, *names: str) -> None:
 def _quantize_on_load(arguments: argparse.Namespace) -> QuantizeOnLoad | None:
     from transplant.hosts.base import module_names, modules_by_dtype
     from transplant.sdnq_bridge import QuantizeOnLoad
+    from transplant.sdnq_names import Keys, check_names
 
     other_dtypes = modules_by_dtype("--modules-dtype", arguments.modules_dtype)
     if not arguments.quantize:
         return None
-    return QuantizeOnLoad(
+    wanted = QuantizeOnLoad(
         arguments.quantize, arguments.group_size, arguments.svd_rank > 0, arguments.svd_rank or 32, arguments.hadamard,
         module_names(arguments.modules_to_not_convert), other_dtypes,
     )  # fmt: skip
+    check_names(wanted, Keys("--quantize", "--modules-to-not-convert", "--modules-dtype"), False)
+    return wanted
 
 
 def _settings(arguments: argparse.Namespace) -> LoadSettings:

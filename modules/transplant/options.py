@@ -78,6 +78,8 @@ class Option:
             raise OptionError(self.key, value, f"must be a number, not {value!r}")
         if (self.minimum is not None and value < self.minimum) or (self.maximum is not None and value > self.maximum):
             raise OptionError(self.key, value, f"must be from {self.minimum:g} to {self.maximum:g}, not {value:g}")
+        if isinstance(self.default, int) and value != int(value):
+            raise OptionError(self.key, value, f"must be a whole number, not {value:g}")
         return int(value) if isinstance(self.default, int) else float(value)
 
     def _several(self, value: object, dynamic: Mapping[str, Sequence[str]]) -> list[str]:

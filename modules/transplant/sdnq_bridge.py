@@ -7,7 +7,6 @@ what is wanted.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from transplant.adapters import let_adapters_compute_in
-from transplant.errors import OptionError, nearest
 from transplant.formats.base import Codes, Form, FormatError, Portable
-from transplant.sdnq_package import has_scales_of_scales, part
+from transplant.sdnq_names import Keys, check_names
+from transplant.sdnq_package import choose_compilation, has_scales_of_scales, part
 from transplant.sdnq_rows import is_transposed, prepared_for_matmul, quantize_weight, values_at_once
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def quantized_layer(module: torch.nn.Module, codes: Codes, dtype: torch.dtype, c
     Returns:
         The layer. Its codes are the tensors that were given, packed 4-bit codes as a flat view of them.
     """
-    _choose_compilation(compute)
+    choose_compilation(compute.compiled)
     linear = cast("torch.nn.Linear", module)
     shape = torch.Size((linear.out_features, linear.in_features))
     dequantizer = _dequantizer(codes, shape, dtype, compute)
@@ -154,7 +153,7 @@ def _assembled(
 def decoded(codes: Codes, shape: tuple[int, int], dtype: torch.dtype, compute: Compute | None = None) -> torch.Tensor:
     """The weight that codes stand for, as [N, K] in `dtype`, computed as a dequantizing layer would."""
     compute = replace(compute or Compute(), quantized_matmul="")
-    _choose_compilation(compute)
+    choose_compilation(compute.compiled)
     dequantizer = _dequantizer(codes, torch.Size(shape), dtype, compute)
     weight = codes.weight.flatten() if codes.form.nibbles else codes.weight
     scale_2 = {} if codes.scale_2 is None else {"scale_2": codes.scale_2}
@@ -290,22 +289,12 @@ def _scale_input(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (first * layer.pre_quant_scale.to(first.dtype), *rest)
 
 
-def _choose_compilation(compute: Compute) -> None:
-    """Tell SDNQ, before its first import in this process, whether to compile. It cannot be told again later."""
-    os.environ.setdefault("SDNQ_USE_TORCH_COMPILE", "1" if compute.compiled else "0")
-
-
 class InFlight:
     """SDNQ's own quantization, one weight at a time, for one network."""
 
     def __init__(self, network: ModelMixin, wanted: QuantizeOnLoad, dtype: torch.dtype, compute: Compute) -> None:
-        """Raises OptionError where SDNQ does not know a dtype."""
-        _choose_compilation(compute)
-        accepted_weight_dtypes = part("common").accepted_weight_dtypes
-        for name in (wanted.weights_dtype, *(key for key, _ in wanted.modules_dtype_dict)):
-            if name not in accepted_weight_dtypes:
-                near = nearest(name, sorted(accepted_weight_dtypes)) or ["int8", "uint4", "float8_e4m3fn"]
-                raise OptionError("weights_dtype", name, f"SDNQ has no {name!r}; it has {', '.join(near)} and others")
+        """Raises OptionError where SDNQ does not know a dtype or a pattern."""
+        check_names(wanted, Keys(), compute.compiled)
         self._dtype = dtype
         config = part().SDNQConfig(
             weights_dtype=wanted.weights_dtype,
@@ -361,7 +350,7 @@ class SavedLayers:
 
     def __init__(self, settings: Mapping[str, Any], dtype: torch.dtype, compute: Compute, device: torch.device) -> None:
         """Raises FormatError where the settings, a model's `quantization_config`, are not SDNQ's."""
-        _choose_compilation(compute)
+        choose_compilation(compute.compiled)
         section: Mapping[str, Any] = settings.get(SECTION) or {}
         self._rotated = frozenset(cast("Sequence[str]", section.get("fp32_rotation", ())))
         self._dtype, self._compute, self._portable = dtype, compute, portable_on(compute, device)

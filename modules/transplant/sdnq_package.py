@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,11 @@ def use(package: ModuleType) -> None:
     if _chosen or _PYPI in sys.modules:
         raise RuntimeError(f"{package.__name__} comes too late: {name()} is in use in this process")
     _chosen.append(package.__name__)
+
+
+def choose_compilation(compiled: bool) -> None:
+    """Tell SDNQ, before its first import in this process, whether to compile. It cannot be told again later."""
+    os.environ.setdefault("SDNQ_USE_TORCH_COMPILE", "1" if compiled else "0")
 
 
 def name() -> str:

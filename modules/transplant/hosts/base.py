@@ -13,6 +13,7 @@ from transplant.checkpoint.reader import mmap_by_default
 from transplant.errors import OptionError
 from transplant.offload import RAM, Offload, refusal_on
 from transplant.sdnq_bridge import Compute, QuantizeOnLoad
+from transplant.sdnq_names import OPTION_KEYS, check_names
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def compute_from(get: Callable[[str], Any]) -> Compute:
 
     Args:
         get: gives the value of an option by key.
+
+    Raises:
+        OptionError: SDNQ does not know a dtype or a pattern; named by its option.
     """
     mode = get("sdnq_quantize_weights_mode")
     wanted = QuantizeOnLoad(
@@ -93,6 +97,8 @@ def compute_from(get: Callable[[str], Any]) -> Compute:
         get("sdnq_use_hadamard"), module_names(get("sdnq_modules_to_not_convert")),
         modules_by_dtype("sdnq_modules_dtype_dict", get("sdnq_modules_dtype_dict")) if mode != "none" else (),
     )  # fmt: skip
+    if mode != "none":
+        check_names(wanted, OPTION_KEYS, get("sdnq_dequantize_compile"))
     return Compute(
         quantized_matmul=get("sdnq_quantized_matmul_mode") if get("sdnq_use_quantized_matmul") else "",
         compiled=get("sdnq_dequantize_compile"),
@@ -100,6 +106,23 @@ def compute_from(get: Callable[[str], Any]) -> Compute:
         fp8_storage=get("fp8_storage"),
         quantize=None if mode == "none" else wanted,
     )
+
+
+def check_modules(leave: str, others: str, compiled: bool) -> None:
+    """Check the values of the options that name modules. Imports SDNQ where there is anything to ask it.
+
+    Args:
+        leave: names and patterns, separated by commas.
+        others: JSON as `modules_by_dtype` takes it.
+        compiled: whether SDNQ is to compile, where this is its first import.
+
+    Raises:
+        OptionError: a value cannot be used; named by its option.
+    """
+    names, by_dtype = module_names(leave), modules_by_dtype(OPTION_KEYS.modules_dtype_dict, others)
+    if names or by_dtype:
+        wanted = QuantizeOnLoad("int8", modules_to_not_convert=names, modules_dtype_dict=by_dtype)
+        check_names(wanted, OPTION_KEYS, compiled)
 
 
 def module_names(text: str) -> tuple[str, ...]:

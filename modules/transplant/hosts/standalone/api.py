@@ -26,7 +26,7 @@ from transplant.hosts.standalone.jobs import Job
 from transplant.hosts.standalone.models import BASE, SLOT_OF
 from transplant.hosts.standalone.worker import Worker
 from transplant.inventory import UNREADABLE, Entry
-from transplant.options import OPTIONS
+from transplant.options import OPTIONS, option
 from transplant.request import Request as Drawn
 from transplant.request import make_request
 from transplant.slots import PRIMARY
@@ -101,8 +101,7 @@ def _add_options(routes: APIRouter, worker: Worker, owners: Any) -> None:
             raise HTTPException(422, str(error)) from error
         except TransplantError as error:
             raise HTTPException(500, str(error)) from error
-        messages = [message for job in worker.queue.jobs_of(owner) if (message := await _finished(job))]
-        return {"updated": changed, "messages": messages}
+        return {"updated": changed, "messages": await _all_finished(worker, owner, values, changed)}
 
 
 def _add_models(routes: APIRouter, worker: Worker, owners: Any) -> None:
@@ -223,6 +222,31 @@ async def _finished(job: Job) -> str | None:
     if job.status == "finished" and not (job.notice and job.notice.level == "error"):
         return text
     raise HTTPException(409 if job.status == "cancelled" else 422, text or f"{job.title} {job.status}.")
+
+
+async def _all_finished(worker: Worker, owner: str, values: Mapping[str, Any], changed: list[str]) -> list[str]:
+    """Wait for what setting several options has queued; what that has to say.
+
+    Raises:
+        HTTPException: a job failed; each sentence names its option where several were sent, the last what is set.
+    """
+    messages: list[str] = []
+    refused: list[HTTPException] = []
+    lacking: set[str] = set()
+    for job in worker.queue.jobs_of(owner):
+        try:
+            message = await _finished(job)
+            messages += [message] if message else []
+        except HTTPException as error:
+            missed = [key for key, name in job.wants.items() if worker.settings.get(key) != name]
+            named = f"{', '.join(missed)}: " if missed and len(values) > 1 else ""
+            refused.append(HTTPException(error.status_code, f"{named}{error.detail}"))
+            lacking.update(missed or [key for key in changed if option(key).effect == "reload"])
+    if not refused:
+        return messages
+    applied = [key for key in changed if key not in lacking]
+    told = [error.detail for error in refused] + ([f"Applied: {', '.join(applied)}."] if applied else [])
+    raise HTTPException(refused[0].status_code, " ".join(told))
 
 
 def _path_of(names: Mapping[str, Path], name: str) -> Path:

@@ -6,7 +6,7 @@ The settings say what is selected, `holding` says what is loaded; after each loa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("transplant")
 
 BASE, FP8, OFFLOAD = "sd_model_checkpoint", "fp8_storage", "diffusers_offload_mode"
-NOTED = (FP8, OFFLOAD)
-"""Options whose effect depends on what is loaded, and where."""
+NOTED = {FP8: "FP8 storage", OFFLOAD: "Offloading"}
+"""Options whose effect depends on what is loaded, and where; with what they do, for people."""
 SLOT_OF = {kind.option: kind for kind in SLOTS}
 """The slot behind each option."""
 
@@ -254,9 +254,13 @@ class Models:
         """Load what is loaded again, with the settings of now."""
         if self.holding is None:
             return None
-        notice = self.load_base(self.holding.base, {})
-        useless = self._settings.get(OFFLOAD) != "none" and not self.notes[OFFLOAD].enabled
-        return notice or (Notice("info", f"Offloading: {self.notes[OFFLOAD].text}") if useless else None)
+        return self.load_base(self.holding.base, {})
+
+    def noting(self, notice: Notice | None, turned_on: Sequence[str]) -> Notice | None:
+        """The notice, and which of the options that were turned on have no effect on this device."""
+        notes = [(NOTED[key], self.notes[key]) for key in turned_on if key in self.notes]
+        useless = [Notice("info", f"{name}: {note.text}") for name, note in notes if not note.enabled]
+        return _together([*([notice] if notice else []), *useless])
 
     def picture_names(self) -> dict[str, str]:
         """What made a picture, for its metadata: base model, and each file with its hash."""
@@ -273,6 +277,13 @@ class Models:
                 log.warning("%s: no hash for the metadata (%s)", override.path.name, error.strerror)
         return names
 
+    def base_path(self) -> Path | None:
+        """The folder of the base model that is selected: the loaded one's where it is that, also if no list has it."""
+        loaded, name = self._loaded_paths().get(BASE), self.selected_base()
+        if self.holding is not None and name == self.holding.base and loaded:
+            return loaded
+        return find(self._catalog.bases, name) or loaded
+
     def _chosen(self, path: Path, wanted: Mapping[str, str], told: list[Notice]) -> dict[str, str]:
         """The entry for each slot, by option; what had to be set back to Default is told."""
         from transplant.base_model import read_base
@@ -285,7 +296,7 @@ class Models:
             if chosen[key] == DEFAULT or not (is_lacking or (is_other_type and key not in wanted)):
                 continue
             why = "has no second transformer" if is_lacking else "is another type of model"
-            told.append(Notice("info", f"{chosen[key]} is not used: {self._called(path)} {why}."))
+            told.append(Notice("info", f"{kind.title} {chosen[key]} is not used: {self._called(path)} {why}."))
             chosen[key] = DEFAULT
         return chosen
 

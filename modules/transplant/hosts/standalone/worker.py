@@ -22,7 +22,7 @@ from transplant.hosts.standalone.compare import Comparison, compare
 from transplant.hosts.standalone.folders import Catalog, find
 from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Kind, Notice, Refused, Saved, sentence
-from transplant.hosts.standalone.models import BASE, OFFLOAD, SLOT_OF, Holding, Models, Note
+from transplant.hosts.standalone.models import BASE, NOTED, OFFLOAD, SLOT_OF, Holding, Models, Note
 from transplant.hosts.standalone.recall import Recalled, recall
 from transplant.hosts.standalone.settings import Settings
 from transplant.hosts.standalone.starting import Start, architecture_of, start_for
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transplant")
 
-MODULES_DTYPE = "sdnq_modules_dtype_dict"
+MODULES = {"sdnq_modules_to_not_convert": "", "sdnq_modules_dtype_dict": "{}"}
+"""Options that name modules, and their values that name none."""
 LISTED = ("transplant_hub_cache", "diffusers_dir", "unet_dir")
 """Options that say what is listed."""
 FOLDERS = {known.key for known in OPTIONS if known.section == options.FOLDERS}
@@ -158,10 +159,11 @@ class Worker:
         """The values as their options store them. Raises OptionError for the first that is refused."""
         dynamic = self.dynamic()
         checked = {key: option(key).checked(self._normal(key, value), dynamic) for key, value in values.items()}
-        if MODULES_DTYPE in checked:
-            from transplant.hosts.base import modules_by_dtype
+        if any(checked.get(key, none) != none for key, none in MODULES.items()):
+            from transplant.hosts.base import check_modules
 
-            modules_by_dtype(MODULES_DTYPE, checked[MODULES_DTYPE])
+            compiled = self.settings.get("sdnq_dequantize_compile")
+            check_modules(*(checked.get(key, none) for key, none in MODULES.items()), compiled=compiled)
         for key in FOLDERS & checked.keys():
             if checked[key] and not (Path(checked[key]).is_absolute() and Path(checked[key]).is_dir()):
                 raise OptionError(key, checked[key], "must be the full path of a folder that is there, or empty")
@@ -195,10 +197,11 @@ class Worker:
         again = any(option(key).effect == "reload" for key in changed)
         if again:
             self.models.outdate()
-        if at_once:
-            new = {key: name for key, name in models.items() if self._is_new(key, name)}
-            changed += new
-            self._submit_models(owner, new, again)
+        useless = [key for key in NOTED if key in changed and checked[key] != option(key).default]
+        new = {key: name for key, name in models.items() if at_once and self._is_new(key, name)}
+        changed += new
+        if not (at_once and self._submit_models(owner, new, again, useless)):
+            self._tell_useless(owner, useless)
         return changed
 
     def refresh(self, owner: str) -> None:
@@ -283,7 +286,7 @@ class Worker:
         Raises:
             TransplantError: this machine has no such device.
         """
-        base = find(self.catalog.bases, self.models.selected_base())
+        base = self.models.base_path()
         on_cpu = self.models.on_cpu
         if on_cpu is None:
             on_cpu = not ask_device or self.load_settings().device.type == "cpu"
@@ -360,18 +363,40 @@ class Worker:
 
         return self.queue.submit(owner, title, run, wants, kind, notice)
 
-    def _submit_models(self, owner: str, new: dict[str, str], again: bool) -> None:
-        """Queue what loads the models that are newly chosen, or, where none is, what is loaded again."""
+    def _submit_models(self, owner: str, new: dict[str, str], again: bool, turned_on: Sequence[str] = ()) -> bool:
+        """Queue what loads the models that are newly chosen, or, where none is, what is loaded again.
+
+        Args:
+            owner: who is told what came of it.
+            new: models by option.
+            again: whether an option that loads depend on was changed.
+            turned_on: the options of which the last job says where they have no effect.
+
+        Returns:
+            Whether anything was queued.
+        """
+
+        def submit(title: str, load: Callable[[], Notice | None], wants: dict[str, str], told: Sequence[str]) -> None:
+            self._submit(owner, title, lambda _: self.models.noting(load(), told), wants)
+
         slots = {key: name for key, name in new.items() if key in SLOT_OF}
         if BASE in new:
             base = new[BASE]
-            self._submit(owner, f"Loading {base}", lambda _: self.models.load_base(base, slots), new)
+            submit(f"Loading {base}", lambda: self.models.load_base(base, slots), new, turned_on)
         elif slots:
+            last = list(slots)[-1]
             for key, name in slots.items():
                 title = "Loading the base model's transformer" if name == DEFAULT else f"Loading {name}"
-                self._submit(owner, title, _choosing(self.models, key, name), {key: name})
+                submit(title, _choosing(self.models, key, name), {key: name}, turned_on if key == last else ())
         elif again and (self.holding or self.queue.current()[0]):
-            self._submit(owner, "Loading the model again", lambda _: self.models.load_again())
+            submit("Loading the model again", self.models.load_again, {}, turned_on)
+        else:
+            return False
+        return True
+
+    def _tell_useless(self, owner: str, turned_on: Sequence[str]) -> None:
+        if notice := self.models.noting(None, turned_on):
+            self.queue.tell(owner, notice)
 
     def _generate(self, job: Job, request: Request, override_settings: Mapping[str, Any]) -> Notice | None:
         if not override_settings:
@@ -442,5 +467,5 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
-def _choosing(models: Models, key: str, name: str) -> Callable[[Job], Notice | None]:
-    return lambda _: models.choose(key, name)
+def _choosing(models: Models, key: str, name: str) -> Callable[[], Notice | None]:
+    return lambda: models.choose(key, name)
