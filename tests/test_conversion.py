@@ -141,11 +141,29 @@ def test_nothing_is_overwritten_by_accident(plain: Path, base: Path, tmp_path: P
     out = tmp_path / "out"
     out.mkdir()
     convert(plain, out, base=base)
-    (out / "old").write_text("x")
     with pytest.raises(errors.ConversionError, match=r"exists already.*--force"):
         convert(plain, out, base=base)
+    for kept in ("thesis.txt", "sub/keep.txt", "other.safetensors", "model.safetensors.index.json"):
+        (out / kept).parent.mkdir(exist_ok=True)
+        (out / kept).write_text("x")
+        with pytest.raises(errors.ConversionError, match=f"holds .*{kept} beside a model, and is not replaced"):
+            convert(plain, out, base=base, force=True)
+        assert (out / kept).read_text() == "x"
+        (out / kept).unlink()
+        if (out / kept).parent != out:
+            (out / kept).parent.rmdir()
+    (out / "diffusion_pytorch_model-00001-of-00002.safetensors").write_text("x")
     convert(plain, out, base=base, force=True)
-    assert not (out / "old").exists()
+    assert {path.name for path in out.iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
+    before = (out / "diffusion_pytorch_model.safetensors").read_bytes()
+    for source in (out, out / "diffusion_pytorch_model.safetensors"):
+        with pytest.raises(errors.ConversionError, match="holds what is to be converted"):
+            convert(source, out, base=base, force=True)
+    assert (out / "diffusion_pytorch_model.safetensors").read_bytes() == before
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "config.json").write_text('{"a": 1}')
+    with pytest.raises(errors.ConversionError, match=r"not a model.s folder"):
+        convert(plain, tmp_path / "settings", base=base, force=True)
     home = tmp_path / "home"
     home.mkdir()
     (home / "letter").write_text("x")

@@ -50,6 +50,7 @@ def load_pipeline(
         BaseModelError: a component cannot be loaded.
         LoadCancelled: `cancelled` said so.
     """
+    _refuse_gaps(base, given)
     names = [name for name in base.components if name not in given and _class_of(base, name) is not None]
     sizes = {name: weight_bytes(base.path / name) for name in names}
     models, done = dict(given), 0
@@ -67,6 +68,18 @@ def load_pipeline(
     if lost:
         raise BaseModelError(f"{base.path.name}: its {base.pipeline} came without {', '.join(lost)}")
     return pipeline.to(settings.rests_on)
+
+
+def _refuse_gaps(base: BaseModel, given: Mapping[str, Any]) -> None:
+    """Raises BaseModelError where the index names what has no folder: transformers makes an empty tokenizer of that."""
+    if not (base.path / "model_index.json").is_file():
+        return  # a modular pipeline's index says for each component where it lies
+    gaps = [name for name in base.components if name not in given and not (base.path / name).exists()]
+    if gaps:
+        raise BaseModelError(
+            f"{base.path.name}: has no folder {' and no folder '.join(gaps)}, which its model_index.json names: "
+            "download the base model again"
+        )
 
 
 def _assembled(base: BaseModel, models: Mapping[str, Any]) -> Any:

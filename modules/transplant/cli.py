@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="auto: the file's own"
     )
-    convert.add_argument("--force", action="store_true", help="replace a folder that holds a model")
+    convert.add_argument("--force", action="store_true", help="replace a folder that holds a model and nothing else")
     convert.add_argument("--json", action="store_true", help="print JSON")
     _quantizing_options(convert, "--weights", "--quantize")
     convert.set_defaults(run=_convert)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transplant.architectures.detect import identify, refuse_other_kinds
-from transplant.base_model import BaseModel, Component
+from transplant.base_model import BaseModel, Component, read_json
 from transplant.build import Built, Progress, build
 from transplant.checkpoint.header import read_header
 from transplant.checkpoint.naming import normalise
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 10_000_000_000
 """Size of a weights file from which on it is split, as diffusers does it."""
+
+_WEIGHTS, _ENDINGS = "diffusion_pytorch_model", (".safetensors", ".safetensors.index.json")
+"""How the names of what save_pretrained writes begin and end."""
 
 _SPARE_BYTES = 64 << 20
 
@@ -72,7 +75,7 @@ def convert(
         component: the pipeline component it is; the architecture's own by default.
         dtype: dtype of what is not quantized; by default the file's own.
         quantize: quantize the Linears of a float file.
-        force: replace a folder that holds a model.
+        force: replace a folder that holds a model and nothing else.
         shard_bytes: size from which on the weights are split.
         progress: called after every tensor.
         cancelled: asked before every tensor; True ends it.
@@ -80,12 +83,12 @@ def convert(
     Raises:
         OverrideArchMismatch: the file cannot be loaded; the message says why.
         BaseModelError: the base model cannot be used.
-        ConversionError: `out` is in use, or the disk is too small.
+        ConversionError: `out` holds something else or what is to be converted, or the disk is too small.
         LoadCancelled: `cancelled` said so.
         OSError: the disk failed; `out` is as it was.
     """
     out = Path(out).resolve()
-    _check_free(out, force)
+    _check_free(out, force, [Path(file), *([] if base is None else [Path(base)])])
     planned = plan(
         file, _published_base(file) if base is None else base, component=component, dtype=dtype,
         compute=Compute(quantize=quantize),
@@ -147,16 +150,38 @@ def _published_base(file: Path | str) -> BaseModel:
     return _PublishedBase(Path(spec.name), f"{spec.model_types[0]}Pipeline", parts)
 
 
-def _check_free(out: Path, force: bool) -> None:
-    """Raises ConversionError where `out` holds something that may not be replaced."""
+def _check_free(out: Path, force: bool, sources: Sequence[Path]) -> None:
+    """Raises ConversionError where `out` holds something that may not be replaced: anything that saving did not make."""
     if out.is_dir() and not any(out.iterdir()):
         return
     if not out.exists():
         return
     if not force:
         raise ConversionError(f"{out} exists already: choose another name, or replace it with --force")
-    if not (out.is_dir() and (out / CONFIG).is_file()):
+    if not (out.is_dir() and "_class_name" in _config(out)):
         raise ConversionError(f"{out} is not a model's folder, and is not replaced")
+    if any(source.exists() and source.resolve().is_relative_to(out) for source in sources):
+        raise ConversionError(f"{out} holds what is to be converted: choose another name")
+    strange = [path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if not _is_saved(path)]
+    if strange:
+        raise ConversionError(
+            f"{out} holds {sample(strange)} beside a model, and is not replaced: choose another name, or move it away"
+        )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json; empty where there is none that can be read."""
+    try:
+        return read_json(folder / CONFIG)
+    except BaseModelError:
+        return {}
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether saving a model makes a path: its config, its weights in one file or in several, a sibling's folder."""
+    if path.is_dir() and not path.is_symlink():
+        return "_class_name" in _config(path)
+    return path.name == CONFIG or (path.name.startswith(_WEIGHTS) and path.name.endswith(_ENDINGS))
 
 
 def _check_space(out: Path, planned: LoadPlan) -> None:

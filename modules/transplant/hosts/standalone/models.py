@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transplant.digest import Digests
 from transplant.errors import TransplantError, printable
 from transplant.hosts.standalone.folders import Catalog, find, list_bases, list_overrides
-from transplant.hosts.standalone.jobs import Job, Notice, sentence
+from transplant.hosts.standalone.jobs import Job, Notice, Refused, sentence
 from transplant.hosts.standalone.settings import Settings
 from transplant.samplers import sampler_names
 from transplant.slots import DEFAULT, SLOTS, Override, SlotKind, name_of, stamp_of
@@ -241,6 +241,13 @@ class Models:
             notice = self.choose(key, name)
             notices += [notice] if notice else []
         return _together(notices)
+
+    def refuse_unused(self, wanted: Mapping[str, Any]) -> None:
+        """Raises Refused where a file is wanted for a slot that the loaded base model has not."""
+        for key in SLOT_OF:
+            if self.holding and key not in self.holding.overrides and wanted.get(key, DEFAULT) != DEFAULT:
+                why = "no second transformer that a file could replace"
+                raise Refused(f"{key}: {printable(self.holding.base)} is a {self.holding.pipeline}, which has {why}.")
 
     def settle_at_last(self) -> None:
         """After a job with models of its own: load what is selected, also where that job was cancelled."""

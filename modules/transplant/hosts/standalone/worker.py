@@ -412,6 +412,7 @@ class Worker:
                 refused = self.models.settle()
                 if refused is not None and refused.level == "error":
                     raise Refused(refused.text)
+                self.models.refuse_unused(override_settings)
                 self._draw(job, request)
         finally:
             if reload:
