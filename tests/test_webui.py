@@ -126,7 +126,7 @@ def opened(browser: Browser, server: Server, **context: object) -> Iterator[Page
     wrong: list[str] = []
 
     def note(text: str) -> None:
-        if not (page in RELOADING and text.strip().startswith(ABORTED)):
+        if not (page in RELOADING and any(aborted in text for aborted in ABORTED)):
             wrong.append(text)
 
     page.on("pageerror", lambda error: note(str(error)))

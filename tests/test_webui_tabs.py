@@ -269,7 +269,7 @@ def test_screen_readers_hear_what_is_done_and_find_a_name_for_everything(page: P
         "() => { window.heard = []; new MutationObserver(() => heard.push(transplant_told.textContent))"
         ".observe(transplant_told, {childList: true}) }"
     )
-    fill(page, "txt2img_steps", 20)
+    fill(page, "txt2img_steps", 150)
     page.locator("#txt2img_generate").click()
     page.wait_for_function("heard.length > 0", timeout=30_000)
     expect(page.locator("#txt2img_gallery img").first).to_be_visible(timeout=60_000)
