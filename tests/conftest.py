@@ -13,6 +13,9 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
+# With AVX-512 MKL's sums differ in their last bit by where a tensor lies in memory; pictures are compared bit for bit.
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+
 # SDNQ compiles its functions unless it is told not to before its first import. Transplant tells it; a test that imports
 # sdnq first would not, and compiling takes minutes. Tests of compiled values run in processes of their own.
 os.environ.setdefault("SDNQ_USE_TORCH_COMPILE", "0")

@@ -187,6 +187,10 @@ def test_override_settings_hold_for_their_request_alone(served: Served) -> None:
     for wrong, reason in (({"sd_unet": "gone"}, "there is no"), ({"sd_unet": "demo-flux"}, "FLUX.1")):
         assert reason in served.draw(422, override_settings=wrong)["detail"]
         assert served.draw() == own
+    reason = served.draw(422, override_settings={"sd_unet_secondary": "demo-bundle-fp16"})["detail"]
+    assert "sd_unet_secondary: " in reason
+    assert "has no second transformer" in reason
+    assert served.draw(override_settings={"sd_unet_secondary": "Default"}) == own
 
 
 def test_models_files_and_samplers_are_listed(served: Served) -> None:

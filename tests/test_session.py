@@ -114,6 +114,16 @@ def test_choosing_swaps_only_the_transformer(session: Session, a: Override) -> N
     assert drawn(session) == before
 
 
+@pytest.mark.parametrize("gap", ["tokenizer", "scheduler", "vae"])
+def test_a_base_model_without_a_folder_is_refused(tmp_path: Path, models: Path, host: TestHost, gap: str) -> None:
+    """transformers makes an empty tokenizer of a missing folder, which reads every prompt as the same one."""
+    base = tmp_path / "base"
+    shutil.copytree(models / make_demo.BASE, base)
+    shutil.rmtree(base / gap)
+    with pytest.raises(errors.BaseModelError, match=f"has no folder {gap}.*download the base model again"):
+        Session(host).load_base(base)
+
+
 def test_base_with_a_file_never_reads_its_own_transformer(
     models: Path, a: Override, host: TestHost, tmp_path: Path
 ) -> None:

@@ -151,7 +151,7 @@ def _published_base(file: Path | str) -> BaseModel:
 
 
 def _check_free(out: Path, force: bool, sources: Sequence[Path]) -> None:
-    """Raises ConversionError where `out` holds something that may not be replaced: anything that saving did not make."""
+    """Raises ConversionError where `out` holds what may not be replaced: anything that saving did not make."""
     if out.is_dir() and not any(out.iterdir()):
         return
     if not out.exists():

@@ -246,8 +246,8 @@ class Models:
         """Raises Refused where a file is wanted for a slot that the loaded base model has not."""
         for key in SLOT_OF:
             if self.holding and key not in self.holding.overrides and wanted.get(key, DEFAULT) != DEFAULT:
-                why = "no second transformer that a file could replace"
-                raise Refused(f"{key}: {printable(self.holding.base)} is a {self.holding.pipeline}, which has {why}.")
+                why = "has no second transformer that a file could replace"
+                raise Refused(f"{key}: {printable(self.holding.base)} is a {self.holding.pipeline}, which {why}.")
 
     def settle_at_last(self) -> None:
         """After a job with models of its own: load what is selected, also where that job was cancelled."""
