@@ -1,8 +1,7 @@
 """SDNQ's quantization of some rows, in fewer and faster steps than its own function takes (`sdnq/quant_utils.py`).
 
 Each step is exact where it differs from SDNQ's: minimum and maximum apart instead of aminmax, which is ten times as
-slow; a clamp before the rounding instead of after it; rounding and the change to an integer in one addition. None of
-them computes several threads wide for less than 32,768 values, where `round_` would.
+slow; a clamp before the rounding instead of after it; rounding and the change to an integer in one addition.
 """
 
 from __future__ import annotations

@@ -2,16 +2,14 @@
 
 SDNQ goes over the fp32 values of a whole weight again and again, each time in memory that the system must first clear
 (`sdnq/quant_utils.py`, quantize_weight). Each row has scales of its own, so that some rows can be done at a time, whose
-values stay in the processor's cache. They are so few that torch takes them in the thread that asks; the threads are
-those here. Where torch divides every step among threads, each step waits for the slowest, and where other programs
-have the processor as well, that is one of them that does not run.
+values stay in the processor's cache. Threads of Python's own would wait for each other between the steps: two of them
+take longer than one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +19,8 @@ from transplant.sdnq_package import part
 
 Tensors = dict[str, "torch.Tensor | None"]
 
-AT_ONCE = (1 << 15) - 1
-"""Values that a thread quantizes at a time. From one more on, torch divides them among threads."""
-
-MAX_THREADS = 4
-"""More of them wait for each other: Python starts the steps one after the other."""
+AT_ONCE = 1 << 18
+"""Values that are quantized at a time: 1 MB of fp32, enough for torch to divide each step among its threads."""
 
 _WHOLE_BYTES = 32
 """Values of which codes of any number of bits fill whole bytes and words."""
@@ -65,11 +60,7 @@ def values_at_once(shape: tuple[int, ...], device: torch.device, arguments: Mapp
     one_scale = arguments.get("group_size") == -2
     whole = device.type != "cpu" or one_scale or any(arguments.get(key) for key in together)
     rows, columns = shape
-    return rows * columns if whole else min(rows, _threads() * _rows_at_once(columns)) * columns
-
-
-def _threads() -> int:
-    return min(torch.get_num_threads(), MAX_THREADS)
+    return rows * columns if whole else min(rows, _rows_at_once(columns)) * columns
 
 
 def _rows_at_once(columns: int) -> int:
@@ -103,17 +94,10 @@ class _ByRows:
         self._fill(parts, self._sdnqs)
 
     def _fill(self, parts: Sequence[slice], quantize: Callable[[slice], Mapping[str, torch.Tensor]]) -> None:
-        def fill(some: Iterable[slice]) -> None:
-            for rows in some:
-                made = quantize(rows)
-                for key, filled in self._rows(rows).items():
-                    filled.copy_(made[key].reshape(-1))
-
-        threads = _threads()
-        if threads == 1 or len(parts) <= 1:
-            return fill(parts)
-        with ThreadPoolExecutor(threads, thread_name_prefix="transplant-quantize") as pool:
-            list(pool.map(fill, [parts[first::threads] for first in range(threads)]))
+        for rows in parts:
+            made = quantize(rows)
+            for key, filled in self._rows(rows).items():
+                filled.copy_(made[key].reshape(-1))
 
     def _rows(self, rows: slice) -> dict[str, torch.Tensor]:
         """The tensors' parts that belong to these rows."""
