@@ -53,11 +53,13 @@ def nonfinite_weights(pipeline: Any) -> NonFinite | None:
 
 
 def is_finite(weight: torch.Tensor) -> bool:
-    """Whether all values are. A sum is not finite where a value is not, and is the quickest question by far."""
-    return all(
-        bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.float().isfinite().all())
-        for part in weight.detach().flatten().split(_AT_ONCE)
-    )
+    """Whether all values are. A sum is not finite where a value is not, and is the quickest question by far.
+
+    It is asked in the weight's own dtype, in which torch adds up without a copy; in one byte it cannot.
+    """
+    parts = weight.detach().flatten().split(_AT_ONCE)
+    values = (part.float() if part.itemsize == 1 else part for part in parts)
+    return all(bool(part.sum().isfinite()) or bool(part.isfinite().all()) for part in values)
 
 
 def _nonfinite(module: torch.nn.Module) -> Iterator[str]:

@@ -17,7 +17,7 @@ from transplant.adapters import let_adapters_compute_in
 from transplant.formats.base import Codes, Form, FormatError, Portable
 from transplant.sdnq_names import Keys, check_names
 from transplant.sdnq_package import choose_compilation, has_scales_of_scales, part
-from transplant.sdnq_rows import is_transposed, prepared_for_matmul, quantize_weight, values_at_once
+from transplant.sdnq_rows import is_transposed, on_meta, prepared_for_matmul, quantize_weight, values_at_once
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -422,8 +422,7 @@ def _meta_layer(
 ) -> tuple[Any, dict[str, Any]]:
     """The dequantizer of a Linear's weight and the tensors beside it, on meta: what SDNQ makes of it by a config."""
     linear = cast("torch.nn.Linear", module)
-    weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float32, device="meta")
-    return quantize_weight(weight, _weight_arguments(param_name, module, config, dtype))
+    return on_meta((linear.out_features, linear.in_features), _weight_arguments(param_name, module, config, dtype))
 
 
 def _weight_arguments(param_name: str, module: torch.nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:

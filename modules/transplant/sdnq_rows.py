@@ -8,12 +8,15 @@ take longer than one.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from transplant.own_memory import own_memory
 from transplant.sdnq_arithmetic import are_usual, is_known, quantized
 from transplant.sdnq_package import part
 
@@ -39,7 +42,7 @@ def quantize_weight(weight: torch.Tensor, arguments: Mapping[str, Any]) -> tuple
     sdnq_quantize_layer_weight = part("quantizer").sdnq_quantize_layer_weight
     if values_at_once(tuple(weight.shape), weight.device, arguments) == weight.numel():
         return sdnq_quantize_layer_weight(weight.to(torch.float32), **arguments)
-    dequantizer, expected = sdnq_quantize_layer_weight(weight.new_empty(weight.shape, device="meta"), **arguments)
+    dequantizer, expected = on_meta(tuple(weight.shape), arguments)
     by_rows = _ByRows(weight.detach(), dequantizer, expected, arguments)
     by_rows.fill()
     shaped = {
@@ -48,6 +51,20 @@ def quantize_weight(weight: torch.Tensor, arguments: Mapping[str, Any]) -> tuple
         if tensor is not None
     }
     return dequantizer, {**dict.fromkeys(expected), **shaped}
+
+
+def on_meta(shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[Any, Tensors]:
+    """The dequantizer and the tensors, on meta, that SDNQ makes of a Linear's weight [N, K]; without those of SVD."""
+    alike = frozenset((key, value) for key, value in arguments.items() if key != "param_name")  # SDNQ does not read it
+    dequantizer, tensors = _on_meta(shape, alike)
+    return copy.copy(dequantizer), dict(tensors)
+
+
+@functools.lru_cache(maxsize=256)
+def _on_meta(shape: tuple[int, ...], arguments: frozenset[tuple[str, Any]]) -> tuple[Any, Tensors]:
+    """Asked once for all layers of a kind: on meta each of SDNQ's steps takes longer than on a small weight."""
+    weight = torch.empty(shape, dtype=torch.float32, device="meta")
+    return part("quantizer").sdnq_quantize_layer_weight(weight, **dict(arguments))
 
 
 def values_at_once(shape: tuple[int, ...], device: torch.device, arguments: Mapping[str, Any]) -> int:
@@ -79,7 +96,7 @@ class _ByRows:
         self._decided = {**arguments, "group_size": dequantizer.group_size, "use_quantized_matmul": False,
                          "dequantize_fp32": scale.dtype == torch.float32}  # fmt: skip
         wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
-        self.tensors = {key: torch.empty(tensor.numel(), dtype=tensor.dtype) for key, tensor in wanted.items()}
+        self.tensors = {key: own_memory(tensor.nbytes).view(tensor.dtype) for key, tensor in wanted.items()}
 
     def fill(self) -> None:
         """By our arithmetic what is SDNQ's by it, as is seen in one part, and the rest by SDNQ's own."""

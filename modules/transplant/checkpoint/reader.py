@@ -16,6 +16,7 @@ import torch
 
 from transplant.checkpoint.header import FileStamp, Header, TensorInfo
 from transplant.errors import FileChanged, UnreadableFile
+from transplant.own_memory import own_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -28,9 +29,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 """Every safetensors dtype that torch can hold. F6_E2M3 and F6_E3M2 it cannot."""
-
-_ON_THE_HEAP = 1 << 20
-"""Bytes below which a tensor that is read lies on the heap; above, it has pages of its own."""
 
 
 class TensorReader(Protocol):
@@ -141,7 +139,7 @@ class SequentialReader:
     def read(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """See TensorReader."""
         dtype, shape, offset, nbytes = _extent(info, start, stop)
-        data = _own_memory(nbytes)
+        data = own_memory(nbytes)
         target = memoryview(cast("Buffer", data.numpy()))
         try:
             if self._file.tell() != offset:
@@ -154,18 +152,6 @@ class SequentialReader:
         except OSError as error:
             raise _unreadable(self._header, error) from error
         return data.view(dtype).reshape(shape)
-
-
-def _own_memory(nbytes: int) -> torch.Tensor:
-    """Memory for one tensor as it is stored, which goes back to the system as soon as it is freed.
-
-    From glibc's heap it would not: once a large block was freed, blocks up to 32 MB come from there, and what is
-    freed between weights that stay is lost. A model of 6 GB, read and cast to fp8, took 1 GB more.
-    """
-    if nbytes < _ON_THE_HEAP or sys.platform == "win32":
-        return torch.empty(nbytes, dtype=torch.uint8)
-    own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(own, dtype=torch.uint8)
 
 
 def _extent(info: TensorInfo, start: int, stop: int | None) -> tuple[torch.dtype, tuple[int, ...], int, int]:
