@@ -24,9 +24,13 @@ from transplant.formats.base import (
     multiplied_out,
 )
 from transplant.formats.block_scales import block_scales, check_blocks, padded_shape
+from transplant.own_memory import own_memory
 
 BLOCK = 16
 """Columns that share a scale; rows and columns are padded to it."""
+
+_AT_ONCE = 1 << 18
+"""Bytes whose nibbles are exchanged at a time: they stay in the processor's cache."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,10 +64,15 @@ def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> 
 
 
 def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes with high and low nibble exchanged, in memory of their own."""
-    swapped = packed << 4
-    swapped |= packed >> 4
-    return swapped.contiguous()
+    """Bytes [N, K] with high and low nibble exchanged, in memory of their own; on the CPU or on meta."""
+    if packed.is_meta:
+        return torch.empty_like(packed)
+    swapped = own_memory(packed.numel()).view(packed.shape)
+    step = max(_AT_ONCE // packed.shape[1], 1)
+    for into, part in zip(swapped.split(step), packed.split(step), strict=True):
+        torch.bitwise_left_shift(part, 4, out=into)
+        into |= part >> 4
+    return swapped
 
 
 def _tensor_scale(read: Read) -> torch.Tensor:
