@@ -64,11 +64,11 @@ def adopt(layer: QuantizedLayer, read: Read, rows: Rows, portable: Portable) -> 
 
 
 def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes [N, K] with high and low nibble exchanged, in memory of their own; on the CPU or on meta."""
+    """Bytes with high and low nibble exchanged, in memory of their own; on the CPU or on meta."""
     if packed.is_meta:
         return torch.empty_like(packed)
     swapped = own_memory(packed.numel()).view(packed.shape)
-    step = max(_AT_ONCE // packed.shape[1], 1)
+    step = max(_AT_ONCE // max(packed[:1].numel(), 1), 1)
     for into, part in zip(swapped.split(step), packed.split(step), strict=True):
         torch.bitwise_left_shift(part, 4, out=into)
         into |= part >> 4
