@@ -30,7 +30,9 @@
     }
 
     // What is done, for screen readers: they hear a change of text in a region that was there before, and Gradio puts
-    // a new one in the place of the old. Once for each job, not for every step of it.
+    // a new one in the place of the old. Once for each job, not for every step of it, and once for what came of it, in
+    // the same words too where it is another job's.
+    let heard = "";
     const told = Object.assign(document.createElement("div"), { id: "transplant_told", className: "tp-spoken" });
     told.setAttribute("role", "status");
 
@@ -42,8 +44,11 @@
 
     function onChange() {
         if (!told.isConnected) document.body?.append(told);
-        const now = document.querySelector("#transplant_progress [data-told]")?.dataset.told ?? "";
-        if (now !== told.textContent) told.textContent = now;
+        const now = document.querySelector("#transplant_progress [data-told]")?.dataset;
+        if (now && heard !== `${now.job} ${now.told}`) {
+            heard = `${now.job} ${now.told}`;
+            told.textContent = now.told;
+        }
         for (const button of document.querySelectorAll(unnamed)) button.setAttribute("aria-label", "The comparison");
         for (const id of texts) {
             const text = document.querySelector(`#${id} textarea:not([aria-label])`);

@@ -164,7 +164,7 @@ def test_a_file_that_does_not_fit_is_an_error_with_its_reason(served: Served) ->
 
 
 def test_pictures_come_with_their_parameters(served: Served) -> None:
-    answer = served.post("/sdapi/v1/txt2img", {**SMALL, "n_iter": 2, "an_unknown_field": 1})
+    answer = served.post("/sdapi/v1/txt2img", {**SMALL, "n_iter": 2})
     assert len(answer["images"]) == 2
     info = json.loads(answer["info"])
     assert info["seed"] == 3
@@ -176,6 +176,57 @@ def test_pictures_come_with_their_parameters(served: Served) -> None:
     assert "multiple of 16" in served.draw(422, width=100)["detail"]
     assert "no sampler 'Euler a'" in served.draw(422, sampler_name="Euler a")["detail"]
     assert served.draw(sampler_name="Euler FlowMatch") == served.draw()
+
+
+def test_fields_of_other_programs_are_taken_and_said_to_have_no_effect(served: Served) -> None:
+    """SD.Next's and A1111's clients send them with every request; null and numbers as texts are theirs, too."""
+    others = {"enable_hr": False, "hr_scale": 2.0, "alwayson_scripts": {}, "restore_faces": False, "styles": []}
+    answer = served.post("/sdapi/v1/txt2img", {**SMALL, **others, "steps": "2", "cfg_scale": None, "batch_size": None})
+    assert json.loads(answer["info"])["ignored"] == list(others)
+    assert pixels(answer) == served.draw()
+    assert not set(others) & set(answer["parameters"])
+    assert "ignored" not in json.loads(served.post("/sdapi/v1/txt2img", SMALL)["info"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("cfgscale", 7, "cfgscale: there is no such field; did you mean cfg_scale?"),
+        ("sampler", "Euler", "sampler: there is no such field; did you mean sampler_name?"),
+        ("xyzzy", 1, "xyzzy: there is no such field; there are prompt, negative_prompt, "),
+        ("cfg_scale", 99, "cfg_scale: must be from 0 to 30, not 99"),
+        ("n_iter", 0, "n_iter: must be a whole number from 1 to 64, not 0"),
+        ("batch_size", -1, "batch_size: must be a whole number from 1 to 64, not -1"),
+        ("frames", 10**9, "frames: must be a whole number from 1 to 1000, not 1000000000"),
+        ("steps", True, "steps: must be a number, not True."),
+        ("cfg_scale", False, "cfg_scale: must be a number, not False."),
+        ("prompt", "a \ud83d cat", r"prompt: \ud83d is half of a character: remove it, or write it whole"),
+        ("negative_prompt", "\udfff", r"negative_prompt: \udfff is half of a character: "),
+    ],
+)
+def test_a_refusal_names_the_field_that_was_sent(served: Served, field: str, value: object, told: str) -> None:
+    body = json.dumps({**SMALL, field: value}).encode()  # ASCII, with a lone surrogate as an escape
+    answer = served.client.post("/sdapi/v1/txt2img", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allowed"),
+    [
+        ("PUT", "/sdapi/v1/options", 405, "GET, POST"),
+        ("GET", "/sdapi/v1/txt2img", 405, "POST"),
+        ("DELETE", "/transplant/v1/plan", 405, "GET"),
+        ("GET", "/sdapi/v1/img2img", 404, None),
+        ("POST", "/transplant/v1/nothing", 404, None),
+    ],
+)
+def test_wrong_methods_and_paths_are_told(
+    served: Served, method: str, path: str, status: int, allowed: str | None
+) -> None:
+    answer = served.client.request(method, path)
+    assert (answer.status_code, answer.headers.get("allow")) == (status, allowed)
+    assert path in answer.json()["detail"]
 
 
 def test_override_settings_hold_for_their_request_alone(served: Served) -> None:
@@ -284,7 +335,8 @@ def test_progress_and_interrupt(served: Served) -> None:
         assert long.is_alive()
     assert 0 <= now["progress"] < 1 and now["state"]["job"] == "20 pictures"
     served.post("/sdapi/v1/interrupt")
-    long.join(30)
+    assert served.get("/sdapi/v1/progress")["state"]["interrupted"] or not long.is_alive()
+    long.join(120)
     assert "cancelled" in answers[0]["detail"]
 
 
@@ -303,7 +355,7 @@ def test_many_clients_are_served_in_order_and_lose_nothing(served: Served) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert len(drawn) == 20
     assert all(alone[file] == picture for file, picture in drawn)
     assert served.get("/sdapi/v1/options")["sd_unet"] == "Default"
@@ -324,6 +376,7 @@ def test_the_login_of_the_page_is_the_login_of_the_api(tmp_path: Path) -> None:
         assert served.client.get(path, auth=("me", "wrong")).status_code == 401
         assert served.client.get(path, headers={"Authorization": "Basic !"}).status_code == 401
         assert served.client.get(path, auth=("me", "secret")).status_code in (200, 404)
+    assert served.client.put("/sdapi/v1/options").status_code == 401
     assert served.client.post("/sdapi/v1/options", json={}).status_code == 401
     served.client.post("/login", data={"username": "me", "password": "secret"})
     assert served.client.get("/sdapi/v1/options").status_code == 200  # with the page's cookie

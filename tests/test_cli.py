@@ -134,6 +134,7 @@ def test_generate(models: Path, tmp_path: Path) -> None:
     common += ["--width", 64, "--height", 64, "--seed", 5]
     done = run(*common, "-o", tmp_path / "base.png")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "base.png") and "seed 5" in done.stderr
     run(*common, "--unet", models / make_demo.COMFYUI, "-o", tmp_path / "file.png")
     base, file = Image.open(tmp_path / "base.png"), Image.open(tmp_path / "file.png")
     assert base.tobytes() != file.tobytes()
@@ -174,6 +175,8 @@ def test_generate_says_what_it_does_and_checks_its_target_first(models: Path, tm
     call = ("generate", "--base", base, "--prompt", "x", "--steps", 1, "--width", 64, "--height", 64)
     told = run(*call, "--fp8-storage", "-o", tmp_path / "x.png").stderr
     assert "FP8 storage has no effect" in told and "OpenVINO" not in told
+    (seed,) = re.findall(r"^seed (\d+)$", told, re.M)  # one that was drawn
+    assert f"Seed: {seed}, " in Image.open(tmp_path / "x.png").info["parameters"]
     refused = run(*call, "-o", tmp_path / "nowhere" / "x.png")
     assert refused.returncode == 1
     assert "nothing can be written to" in refused.stderr and "Traceback" not in refused.stderr

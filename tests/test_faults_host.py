@@ -44,7 +44,6 @@ from tiny_models import make_demo, save, with_prefix
 from transplant import pipeline
 from transplant.base_model import read_base
 from transplant.errors import BaseModelError
-from transplant.hosts.standalone import page
 from transplant.inventory import identified
 
 TESTS = Path(__file__).resolve().parent
@@ -195,7 +194,7 @@ def test_b05_a_chosen_file_that_goes_away_is_shown_as_missing(studio: Studio, mo
     (models / "UNET" / "demo-comfyui.safetensors").unlink()
     studio.worker.refresh(ME)
     shown = studio.worker.shown(UNET)
-    assert page.choices(studio.worker.dynamic()["overrides"], shown)[0][0] == "demo-comfyui (missing)"
+    assert ("demo-comfyui (missing)", "demo-comfyui") in studio.worker.file_choices(shown)
     assert pixels(studio.draw()) == expected
     assert studio.held == studio.saved == (DEMO_BASE, "demo-comfyui")
 

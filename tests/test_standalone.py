@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import transplant
@@ -178,6 +179,12 @@ def test_errors_become_one_sentence_and_the_next_job_runs(queue: JobQueue, caplo
 
         return queue.submit(ME, "Loading x", work)
 
+    for nbytes in (1 << 50, 1 << 62):  # more than there is, and more than can be counted
+        with pytest.raises(RuntimeError) as short:
+            torch.empty(nbytes, dtype=torch.float64)
+        job = raising(short.value)
+        assert job.wait(5) and job.notice is not None
+        assert "There was not enough memory: choose a smaller file" in job.notice.text
     ours, memory, foreign = (
         raising(error) for error in (TransplantError("the file is bad"), MemoryError(), RuntimeError("boom\nmore"))
     )
@@ -480,6 +487,31 @@ def test_files_for_other_base_models_are_marked_or_hidden(others: str, shown: li
     assert "flux" in unloaded and "lora (LoRA)" in unloaded
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("sdnq_modules_dtype_dict", '{"int99": ["a"]}', "SDNQ has no 'int99'"),
+        ("sdnq_modules_dtype_dict", "{bad", "is not valid JSON"),
+        ("sdnq_modules_to_not_convert", "a, (*", "is no pattern that SDNQ can read"),
+        ("sdnq_quantize_weights_mode", "int99", "there is no 'int99'"),
+    ],
+)
+def test_names_in_the_file_that_sdnq_does_not_know_are_told_at_the_start(
+    key: str, value: str, reason: str, demo: Path, tmp_path: Path
+) -> None:
+    """The option has its default, and the model loads."""
+    mode = {"sdnq_quantize_weights_mode": "int8"}
+    studio = Studio(demo, tmp_path, **{BASE: DEMO_BASE, **mode, key: value})
+    notice = studio.settle().notice
+    assert notice is not None and notice.level == "warning"
+    default = option(key).default
+    assert notice.text.startswith(f"config.json: {key}: ") and reason in notice.text
+    assert f"{default!r} is used instead" in notice.text
+    assert studio.held == (DEMO_BASE, "Default") and studio.worker.settings.get(key) == default
+    assert json.loads(studio.worker.settings.path.read_text())[key] == value
+    studio.close()
+
+
 # Page and server
 
 
@@ -487,6 +519,18 @@ def test_what_the_page_shows_is_escaped() -> None:
     assert "<img" not in page.message(Notice("error", "<img src=x>"))
     job = Job(1, ME, "<b>", lambda _: None, {}, text='<b>"', fraction=0.5)
     assert "<b>" not in page.status(job, 2, None) and "50 %" in page.status(job, 2, None)
+
+
+def test_a_job_that_is_to_end_says_so_and_what_came_of_it_is_told() -> None:
+    job = Job(7, ME, "Comparing 1 file", lambda _: None, {}, text="Picture 1 of 2: a, step 1 of 8", fraction=0.1)
+    assert "ancel" not in page.status(job, 0, None)
+    job.cancel()
+    told = page.status(job, 0, None)
+    assert "Cancelling after this step · Picture 1 of 2" in told and 'data-told="Cancelling Comparing 1 file"' in told
+    job.end("cancelled", None)
+    told = page.status(None, 0, None, (), job)
+    assert 'data-job="7" data-told="Comparing 1 file: cancelled. Nothing is loaded."' in told
+    assert ">Nothing is loaded.<" in told
 
 
 def test_apply_says_what_follows() -> None:

@@ -74,6 +74,15 @@ def held(studio: Studio) -> tuple[str, ...]:
     return (holding.base, *holding.overrides.values())
 
 
+def test_more_frames_than_the_model_can_make_are_one_sentence(studio: Studio) -> None:
+    """torch fails within the network, with a text that says nothing to a user; it is in the details."""
+    job = draw(studio, frames=1000)
+    assert job.status == "failed" and job.notice is not None
+    told = "WanPipeline: 1,000 frames of 64x64 cannot be drawn: try fewer frames or another size, or another sampler."
+    assert job.notice.text == told
+    assert "RuntimeError: shape" in job.notice.details
+
+
 def test_each_slot_is_chosen_drawn_with_and_named_on_its_own(studio: Studio) -> None:
     assert held(studio) == ("two", "Default", "Default")
     assert studio.worker.is_shown(SECOND)

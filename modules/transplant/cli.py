@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from transplant.errors import BaseModelError, OptionError, OverrideArchMismatch, TransplantError, printable
+from transplant.errors import (
+    OUT_OF_MEMORY,
+    BaseModelError,
+    OptionError,
+    OverrideArchMismatch,
+    TransplantError,
+    is_out_of_memory,
+    printable,
+)
 from transplant.request import LIMITS, Request, make_request
 from transplant.samplers import DEFAULT_SAMPLER, SAMPLERS
 
@@ -69,12 +77,10 @@ def main(argv: Sequence[str]) -> int:
     except (TransplantError, ValueError, OSError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return FAILED
-    except MemoryError:
-        print(f"{_PROGRAM}: there was not enough memory: choose a smaller file, size or dtype", file=sys.stderr)
-        return FAILED
-    except RuntimeError as error:  # torch's, from within a pipeline: sizes it cannot draw, a full GPU
+    except (MemoryError, RuntimeError) as error:  # the latter torch's
         text = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        print(f"{_PROGRAM}: {type(error).__name__}: {text}; try another size or other settings", file=sys.stderr)
+        text = OUT_OF_MEMORY if is_out_of_memory(error) else f"{type(error).__name__}: {text}; try other settings"
+        print(f"{_PROGRAM}: {text}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: stopped", file=sys.stderr)
@@ -127,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--guidance", type=_limited("guidance"), default=Request.guidance)
     generate.add_argument("--width", type=_limited("width"), help="pixels; by default what base model and device suit")
     generate.add_argument("--height", type=_limited("height"), help="the same")
-    generate.add_argument("--seed", type=_limited("seed"), default=0, help="-1 draws one, default 0")
+    generate.add_argument("--seed", type=_limited("seed"), default=-1, help="-1, the default, draws one")
     generate.add_argument("--sampler", choices=[DEFAULT_SAMPLER, *SAMPLERS], default=DEFAULT_SAMPLER)
     generate.add_argument(
         "--frames", type=_limited("frames"), default=1, help="of a video, where the pipeline makes one"
@@ -374,6 +380,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     for picture in generate(session.pipeline, request):
         text = infotext(request, picture.seed, names)
         write_atomically(arguments.output, png_bytes(picture.image, text, picture.more_frames))
+    print(f"seed {request.seed}", file=sys.stderr)
     print(arguments.output)
     return OK
 

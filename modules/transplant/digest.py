@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from typing import Any, cast
 from transplant.checkpoint.header import FileStamp
 from transplant.checkpoint.shards import members
 from transplant.errors import UnreadableFile
+from transplant.slots import stamp_of
 from transplant.storage import write_atomically
 
 log = logging.getLogger("transplant")
@@ -35,20 +37,37 @@ class Digests:
         """
         with self._lock:
             stamp = FileStamp.of(path)
-            key, wanted = str(path.resolve()), [stamp.size, stamp.mtime_ns]
+            key, wanted = _key(path), [stamp.size, stamp.mtime_ns]
             entry = self._known.get(key)
             if entry is None or entry[:2] != wanted:
                 entry = self._known[key] = [*wanted, _sha256(path)]
                 self._save()
             return str(entry[2])[:DIGITS]
 
-    def known(self, path: Path) -> str | None:
-        """What `short` would say, where that is known without reading the file."""
+    def of_loaded(self, path: Path, stamp: FileStamp | None) -> str | None:
+        """The hash of what was loaded from a file, also where the file is gone or another one since; None if unknown.
+
+        Args:
+            path: the file.
+            stamp: its state when it was loaded.
+
+        Raises:
+            OSError: it is there as it was and cannot be read.
+        """
+        return self.known(path, stamp) or (self.short(path) if stamp_of(path) == stamp else None)
+
+    def known(self, path: Path, stamp: FileStamp | None = None) -> str | None:
+        """What `short` would say, where that is known without reading the file.
+
+        Args:
+            path: the file, which need not be there any more where a stamp is given.
+            stamp: the state of the file that is asked about; None for the one that it has now.
+        """
         try:
-            stamp = FileStamp.of(path)
+            stamp = stamp or FileStamp.of(path)
         except OSError:
             return None
-        entry = self._known.get(str(path.resolve()))
+        entry = self._known.get(_key(path))
         return str(entry[2])[:DIGITS] if entry is not None and entry[:2] == [stamp.size, stamp.mtime_ns] else None
 
     def start(self, path: Path) -> None:
@@ -68,6 +87,11 @@ class Digests:
             write_atomically(self._cache, json.dumps(self._known))
         except OSError as error:
             log.debug("the hashes could not be saved (%s)", error)
+
+
+def _key(path: Path) -> str:
+    """What a file is remembered by: also a link that is gone is found again under it."""
+    return os.path.abspath(path)
 
 
 def _sha256(path: Path) -> str:

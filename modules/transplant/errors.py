@@ -33,6 +33,18 @@ def nearest(name: str, known: Sequence[str], limit: int = 3) -> list[str]:
     return list(dict.fromkeys([*holding, *alike]))[:limit]
 
 
+OUT_OF_MEMORY = "there was not enough memory: choose a smaller file, size or dtype, or close other programs"
+
+_SHORT = ("out of memory", "not enough memory", "allocate memory", "Storage size calculation overflowed", "buffer size")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, Python's or torch's, says that memory was short."""
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SHORT)
+
+
 class TransplantError(Exception):
     """Base of every error that Transplant raises on purpose."""
 
@@ -47,12 +59,14 @@ class OptionError(TransplantError):
     Attributes:
         key: the option's key.
         value: the value that was refused.
+        reason: why, without the key.
     """
 
     def __init__(self, key: str, value: object, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
         self.key = key
         self.value = value
+        self.reason = reason
 
 
 class MissingPackage(TransplantError):

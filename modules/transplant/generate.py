@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from transplant import offload
-from transplant.errors import LoadCancelled, TransplantError
+from transplant.errors import LoadCancelled, TransplantError, counted, is_out_of_memory
 from transplant.nonfinite import nonfinite_weights
 from transplant.request import Request
 from transplant.samplers import make_scheduler
@@ -67,8 +67,9 @@ def generate(
 
     Raises:
         GenerationCancelled: `cancelled` said so; the pictures that were yielded before are complete.
-        GenerationError: the pipeline refuses the parameters, for example a size that it cannot draw; or the
-            transformer gave NaN or infinity, of which it would draw a black picture.
+        GenerationError: the pipeline refuses the parameters, or fails with them, for example a size that it cannot
+            draw; or the transformer gave NaN or infinity, of which it would draw a black picture.
+        RuntimeError: there was not enough memory.
     """
     loaded = cast("Any", pipeline)
     own, guider = loaded.scheduler, getattr(loaded, "guider", None)
@@ -90,6 +91,10 @@ def generate(
             frames = _frames(loaded(**_arguments(loaded, request, seed)))
         except (ValueError, TypeError) as error:
             raise GenerationError(f"{type(pipeline).__name__}: {error}") from error
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise GenerationError(_cannot_draw(loaded, request)) from error
         finally:
             offload.free(loaded)
             loaded.scheduler = own
@@ -101,6 +106,14 @@ def generate(
 def makes_video(pipeline: Any) -> bool:
     """Whether a pipeline can make more than one frame."""
     return "num_frames" in _accepted(pipeline)
+
+
+def _cannot_draw(pipeline: Any, request: Request) -> str:
+    """What is said where torch itself failed within a pipeline."""
+    what, less = f"{request.width}x{request.height}", "another size"
+    if makes_video(pipeline):
+        what, less = f"{counted(request.frames, 'frame')} of {what}", "fewer frames or another size"
+    return f"{type(pipeline).__name__}: {what} cannot be drawn: try {less}, or another sampler"
 
 
 def _no_numbers(pipeline: Any, step: int) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from transplant.errors import OptionError
+from transplant.errors import OptionError, printable
 from transplant.samplers import DEFAULT_SAMPLER
 
 MAX_SEED = 2**32 - 1
@@ -34,7 +34,7 @@ class Limit:
                 return float(value)
             if value == int(value) and not value % self.multiple:
                 return int(value)
-        raise OptionError(name, value, f"must be {self}, not {value}")
+        raise OptionError(name, value, f"must be {self}" + ("" if value is None else f", not {value}"))
 
     def __str__(self) -> str:
         what = "a whole number from" if self.multiple else "from"
@@ -69,6 +69,9 @@ class Request:
         batch: number of pictures.
         sampler: name in `samplers.SAMPLERS`; "Default" for the base model's own.
         frames: number of frames, where the pipeline makes video; 1 makes a picture.
+
+    Raises:
+        OptionError: a prompt is no text.
     """
 
     prompt: str
@@ -81,6 +84,12 @@ class Request:
     batch: int = 1
     sampler: str = DEFAULT_SAMPLER
     frames: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "negative_prompt"):
+            lone = next((char for char in getattr(self, name) if "\ud800" <= char <= "\udfff"), None)
+            if lone is not None:
+                raise OptionError(name, lone, f"{printable(lone)} is half of a character: remove it, or write it whole")
 
 
 def make_request(

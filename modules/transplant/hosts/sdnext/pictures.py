@@ -70,9 +70,11 @@ def _named() -> dict[str, str]:
         if kind is not PRIMARY:  # the host names the first itself
             names[TITLES[kind.name]] = held.loaded.override.name
         try:
-            names[f"{TITLES[kind.name]} hash"] = digests().short(held.loaded.override.path)
+            digest = digests().of_loaded(held.loaded.override.path, held.loaded.stamp)
         except OSError as error:
             log.warning("%s: no hash for the metadata (%s)", held.loaded.override.name, error)
+            continue
+        names |= {f"{TITLES[kind.name]} hash": digest} if digest else {}
     return names
 
 

@@ -11,15 +11,17 @@ import itertools
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from transplant.architectures.detect import SHARD
 from transplant.errors import OptionError, TransplantError
+from transplant.hosts.standalone.api_fields import ignored, no_bool, renamed
 from transplant.hosts.standalone.api_page import api_page
 from transplant.hosts.standalone.folders import find
 from transplant.hosts.standalone.jobs import Job
@@ -27,33 +29,59 @@ from transplant.hosts.standalone.models import BASE, SLOT_OF
 from transplant.hosts.standalone.worker import Worker
 from transplant.inventory import UNREADABLE, Entry
 from transplant.options import OPTIONS, option
+from transplant.request import LIMITS, make_request
 from transplant.request import Request as Drawn
-from transplant.request import make_request
 from transplant.slots import PRIMARY
 
 POLL_SECONDS = 0.05
 
 
-class TextToImage(BaseModel):
-    """Body of /sdapi/v1/txt2img: SD.Next's names, of its fields those that apply. Others are ignored, as there."""
+Whole = Annotated[int, BeforeValidator(no_bool)]
+Number = Annotated[float, BeforeValidator(no_bool)]
 
-    model_config = ConfigDict(extra="ignore")
+
+class TextToImage(BaseModel):
+    """Body of /sdapi/v1/txt2img: SD.Next's names, of its fields those that apply.
+
+    Its other fields, and A1111's, are ignored, and listed so in the answer's `info`; null is as if nothing was said.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     prompt: str | None = Field(None, description="by default what a new page has, as width and height")
     negative_prompt: str = ""
-    steps: int = Drawn.steps
-    cfg_scale: float = Drawn.guidance
-    width: int | None = None
-    height: int | None = None
-    seed: int = Field(-1, description="-1 draws one")
-    n_iter: int = Field(1, description="number of pictures, times batch_size")
-    batch_size: int = 1
+    steps: Whole = Drawn.steps
+    cfg_scale: Number = Drawn.guidance
+    width: Whole | None = None
+    height: Whole | None = None
+    seed: Whole = Field(-1, description="-1 draws one")
+    n_iter: Whole = Field(1, description="number of pictures, times batch_size")
+    batch_size: Whole = 1
     sampler_name: str | None = None
-    frames: int = Field(1, description="frames of a video, where the base model makes one")
+    frames: Whole = Field(1, description="frames of a video, where the base model makes one")
     send_images: bool = True
     override_settings: dict[str, Any] = Field(
         default_factory=dict, description="option values for this request alone; what was set before is set again"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, values: Any) -> Any:
+        fields = cast("dict[str, Any]", values) if isinstance(values, dict) else None
+        return values if fields is None else {name: value for name, value in fields.items() if value is not None}
+
+    def request(self) -> Drawn:
+        """What to draw. Raises OptionError where that cannot be; named by our own names of the fields."""
+        for name in ("n_iter", "batch_size"):
+            LIMITS["pictures"].checked(name, getattr(self, name))
+        return make_request(
+            self.prompt or "", self.negative_prompt, self.steps, self.cfg_scale, self.width, self.height, self.seed,
+            self.n_iter * self.batch_size, self.sampler_name, self.frames,
+        )  # fmt: skip
+
+    def sent(self) -> dict[str, Any]:
+        """The fields that are ours."""
+        return self.model_dump(include=set(type(self).model_fields))
 
 
 def router(worker: Worker, allow: Callable[[Request], Awaitable[None]]) -> APIRouter:
@@ -69,6 +97,7 @@ def router(worker: Worker, allow: Callable[[Request], Awaitable[None]]) -> APIRo
     _add_models(routes, worker, owners)
     _add_pictures(routes, worker, owners)
     _add_files(routes, worker, owners)
+    _add_refusals(routes)
     return routes
 
 
@@ -139,22 +168,22 @@ def _add_models(routes: APIRouter, worker: Worker, owners: Any) -> None:
 def _add_pictures(routes: APIRouter, worker: Worker, owners: Any) -> None:
     @routes.post("/sdapi/v1/txt2img", summary="Make pictures")
     async def txt2img(body: TextToImage) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        unused = _ignored(body)
         try:
             body = await run_in_threadpool(_completed, worker, body)
-            wanted = make_request(
-                body.prompt or "", body.negative_prompt, body.steps, body.cfg_scale, body.width, body.height, body.seed,
-                body.n_iter * body.batch_size, body.sampler_name, body.frames,
-            )  # fmt: skip
+            wanted = body.request()
             job = worker.generate(next(owners), wanted, body.override_settings)
+        except OptionError as error:
+            raise HTTPException(422, str(renamed(error))) from error
         except TransplantError as error:
             raise HTTPException(422, str(error)) from error
         message = await _finished(job)
         files = [await run_in_threadpool(saved.path.read_bytes) for saved in job.pictures if body.send_images]
         told = {"infotexts": [saved.infotext for saved in job.pictures], "seed": wanted.seed}
-        told |= {"messages": [message]} if message else {}
+        told |= ({"messages": [message]} if message else {}) | ({"ignored": unused} if unused else {})
         return {
             "images": [base64.b64encode(data).decode() for data in files],
-            "parameters": body.model_dump(),
+            "parameters": body.sent(),
             "info": json.dumps(told),
         }
 
@@ -162,7 +191,8 @@ def _add_pictures(routes: APIRouter, worker: Worker, owners: Any) -> None:
     async def progress() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
         job, waiting = worker.queue.current()
         fraction = (job.fraction or 0) if job else 0
-        state = {"job": job.title if job else "", "job_count": waiting + bool(job), "interrupted": False}
+        state = {"job": job.title if job else "", "job_count": waiting + bool(job)}
+        state["interrupted"] = job is not None and job.cancelled
         return {
             "progress": fraction,
             "eta_relative": (job.remaining() or 0) if job else 0,
@@ -197,12 +227,37 @@ def _add_files(routes: APIRouter, worker: Worker, owners: Any) -> None:
         return job.result.as_json()
 
 
+def _add_refusals(routes: APIRouter) -> None:
+    """Answer what the other routes do not: else the page, which takes every path, would."""
+    known = [route for route in routes.routes if isinstance(route, APIRoute)]
+
+    async def refuse(request: Request) -> None:
+        matching = [route for route in known if route.path_regex.match(request.url.path)]
+        allowed = {method for route in matching for method in route.methods or ()}
+        if not allowed:
+            raise HTTPException(404, f"There is no {request.url.path}: /docs lists what there is.")
+        named = ", ".join(sorted(allowed))
+        raise HTTPException(405, f"{request.url.path} takes {named}, not {request.method}.", {"Allow": named})
+
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+    for start in ("sdapi", "transplant"):
+        routes.add_api_route(f"/{start}/{{rest:path}}", refuse, methods=methods, include_in_schema=False)
+
+
+def _ignored(body: TextToImage) -> list[str]:
+    """The fields that have no effect. Raises HTTPException where no program has one of them."""
+    try:
+        return ignored(body.model_extra or {}, TextToImage.model_fields)
+    except OptionError as error:
+        raise HTTPException(422, str(error)) from error
+
+
 def _completed(worker: Worker, body: TextToImage) -> TextToImage:
     """The body with what it does not say. Raises TransplantError where the device that decides is not there."""
     if None not in (body.prompt, body.width, body.height):
         return body
     start = worker.starting(ask_device=True)
-    said = body.model_dump(exclude_none=True)
+    said = {key for key, value in body.sent().items() if value is not None}
     return body.model_copy(update={key: value for key, value in vars(start).items() if key not in said})
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transplant.errors import OptionError, TransplantError
+from transplant.errors import OptionError, TransplantError, counted
 from transplant.grid import Cell, Column, compose
 from transplant.hosts.standalone.jobs import Job, Notice, Saved, sentence
 from transplant.hosts.standalone.models import SLOT_OF, Models
@@ -146,5 +146,5 @@ def _saved(comparison: Comparison, columns: Sequence[Column], models: Models, st
     names = {"Model": base, "Compared": ", ".join(column.title for column in columns)}
     text = infotext(first, first.seed, names)
     path = store.save(Picture(compose(columns, rows), first.seed), text, True)
-    log.info("%s: %d files compared", path.name, len(columns))
+    log.info("%s: %s compared", path.name, counted(len(columns), "file"))
     return Saved(path, text)

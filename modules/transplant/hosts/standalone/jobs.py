@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from transplant.errors import LoadCancelled, TransplantError
+from transplant.errors import OUT_OF_MEMORY, LoadCancelled, TransplantError, is_out_of_memory
 from transplant.view import size
 
 log = logging.getLogger("transplant")
@@ -230,6 +230,11 @@ class JobQueue:
         with self._changed:
             return [job for job in self._recent if job.owner == owner]
 
+    def last_of(self, owner: str) -> Job | None:
+        """The newest job of someone that is over and was no mere question."""
+        over = [job for job in self.jobs_of(owner) if job.is_over and job.title and job.kind != "question"]
+        return over[-1] if over else None
+
     def latest(self, owner: str) -> Job | None:
         """The newest job that is of interest to someone: their own, or one of everyone's."""
         with self._changed:
@@ -294,18 +299,23 @@ def _outcome(job: Job) -> tuple[Status, Notice | None]:
         log.info("%s", error)
         return "cancelled", Notice("info", f"{job.title}: cancelled.")
     except TransplantError as error:
+        inner = error.__cause__ if isinstance(error.__cause__, RuntimeError) else None  # torch's
         if job.kind != "question" and not isinstance(error, Refused):
-            log.error("%s", error)
-        return "failed", Notice("error", sentence(str(error)))
+            log.error("%s", error, exc_info=inner)
+        return "failed", Notice("error", sentence(str(error)), _details(inner) if inner else "")
     except Exception as error:
         log.exception("%s failed", job.title)
         text = f"{job.title} failed. {_explained(error)} The log has the details."
-        return "failed", Notice("error", text, "".join(traceback.format_exception(error)))
+        return "failed", Notice("error", text, _details(error))
+
+
+def _details(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _explained(error: Exception) -> str:
-    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-        return "There was not enough memory: choose a smaller file, size or dtype, or close other programs."
+    if is_out_of_memory(error):
+        return sentence(OUT_OF_MEMORY)
     lines = str(error).strip().splitlines() or ["no reason given"]
     return sentence(f"{type(error).__name__}: {lines[0]}")
 

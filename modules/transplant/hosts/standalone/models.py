@@ -6,13 +6,14 @@ The settings say what is selected, `holding` says what is loaded; after each loa
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from transplant.digest import Digests
-from transplant.errors import TransplantError, printable
+from transplant.errors import OptionError, TransplantError, printable
 from transplant.hosts.standalone.folders import Catalog, find, list_bases, list_overrides
 from transplant.hosts.standalone.jobs import Job, Notice, Refused, sentence
 from transplant.hosts.standalone.settings import Settings
@@ -28,8 +29,12 @@ log = logging.getLogger("transplant")
 BASE, FP8, OFFLOAD = "sd_model_checkpoint", "fp8_storage", "diffusers_offload_mode"
 NOTED = {FP8: "FP8 storage", OFFLOAD: "Offloading"}
 """Options whose effect depends on what is loaded, and where; with what they do, for people."""
+MODULES = {"sdnq_modules_to_not_convert": "", "sdnq_modules_dtype_dict": "{}"}
+"""Options that name modules, and their values that name none."""
 SLOT_OF = {kind.option: kind for kind in SLOTS}
 """The slot behind each option."""
+GONE, CHANGED = "missing on disk", "changed on disk"
+"""What may become of a file that is loaded. What was loaded from it stays usable all the same."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Holding:
         pipeline: class name of its pipeline.
         architecture: name of its transformer's architecture.
         overrides: what each slot that the pipeline has holds: a file's name or Default, by the slot's option.
+        strayed: what became of the files that were loaded and are not on the disk as they were, by the slot's option.
         how: compute dtype and device, for people.
         samplers: what it can draw with.
         makes_video: whether it can make more than one frame.
@@ -53,6 +59,7 @@ class Holding:
     how: str
     samplers: tuple[str, ...]
     makes_video: bool
+    strayed: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class Models:
         """Load what the settings name."""
         self._forget_built_in()
         self.follow_names()
-        problems = list(self._settings.warnings)
+        problems = [*self._settings.warnings, *self._forget_bad_modules()]
         if not any(path.is_relative_to(self._catalog.models_dir) for path in self._catalog.overrides.values()):
             problems += self.misplaced()
         if self.selected_base():
@@ -130,6 +137,21 @@ class Models:
             notice = self.load_base(self.selected_base(), {})
             problems += [notice.text] if notice else []
         return Notice("warning", " ".join(problems)) if problems else None
+
+    def _forget_bad_modules(self) -> list[str]:
+        """Give options that name modules their default where SDNQ cannot read them; what is to be said of that."""
+        from transplant.hosts.base import check_modules
+
+        told: list[str] = []
+        for key, none in MODULES.items():
+            values = {**MODULES, key: self._settings.get(key)}
+            try:
+                if values[key] != none:
+                    check_modules(*values.values(), compiled=self._settings.get("sdnq_dequantize_compile"))
+            except OptionError as error:
+                told.append(self._settings.fall_back(error))
+                log.warning("%s", told[-1])
+        return told
 
     def follow_names(self) -> None:
         """Let the settings name files as the list does: another file of the same name may have come or gone.
@@ -148,8 +170,26 @@ class Models:
         if self.holding is not None and BASE in loaded:
             renamed = {key: entry(key, name) for key, name in held.items()}
             base = self._names[loaded[BASE]] = renamed.pop(BASE)
-            self.holding = replace(self.holding, base=base, overrides=renamed)
+            self.holding = replace(self.holding, base=base, overrides=renamed, strayed=self._strayed())
         self._save({key: name for key, name in entries.items() if name != named[key]})
+
+    def _strayed(self) -> dict[str, str]:
+        """What became of the loaded files that are not on the disk as they were, by option."""
+        session = self._session
+        loaded = {key: session.slots[kind.name].loaded for key, kind in SLOT_OF.items()} if session else {}
+        files = {key: (one.override.path, one.stamp) for key, one in loaded.items() if one and one.override}
+        states = {key: CHANGED if os.path.exists(path) else GONE for key, (path, _) in files.items()}
+        return {key: state for key, state in states.items() if stamp_of(files[key][0]) != files[key][1]}
+
+    def _look_at_disk(self) -> None:
+        if self.holding is not None:
+            self.holding = replace(self.holding, strayed=self._strayed())
+
+    def lost(self) -> dict[str, Path]:
+        """The loaded files that are missing on disk, by the names that they were loaded under."""
+        holding, paths = self.holding, self._loaded_paths()
+        strayed = holding.strayed if holding else {}
+        return {holding.overrides[key]: paths[key] for key in paths if holding and strayed.get(key) == GONE}
 
     def _loaded_paths(self) -> dict[str, Path]:
         """Folder of the loaded base model and files in its slots, by option."""
@@ -218,6 +258,9 @@ class Models:
             return self.load_base(self._needed_base(), {key: name})
         override = self._override(name)
         if override is None and name != DEFAULT:
+            self._look_at_disk()
+            if self.holding and name == self.holding.overrides.get(key) and self.holding.strayed.get(key) == GONE:
+                return None  # what was loaded from it stays
             raise TransplantError(f"{name} is not there any more: refresh the list")
         try:
             outcome = self.session().choose(override, SLOT_OF[key])
@@ -227,20 +270,45 @@ class Models:
         return _together(self._refusal(outcome, SLOT_OF[key]))
 
     def settle(self) -> Notice | None:
-        """Load what is selected and not loaded: nothing where it is, also where a file was changed on disk."""
+        """Load what is selected and not loaded: nothing where it is, also where a file was changed on disk.
+
+        What was loaded from a file that is gone, or is another one now that is refused, stays.
+        """
         base, held = self._needed_base(), self.holding.overrides if self.holding else {}
         selected = {key: self._settings.get(key) for key in SLOT_OF}
         if self.holding is None or base != self.holding.base or self._is_outdated():
             # What was chosen since the last load was chosen for this base model.
             return self.load_base(base, {key: name for key, name in selected.items() if name != held.get(key, DEFAULT)})
+        self._look_at_disk()
         notices: list[Notice] = []
         for key in held:
-            name = selected[key]
-            if name != DEFAULT and find(self._catalog.overrides, name) is None:
-                continue  # it is shown as missing, and what is loaded stays
-            notice = self.choose(key, name)
+            name, state = selected[key], self.holding.strayed.get(key)
+            if name == held[key] and state == GONE:
+                continue
+            if name != DEFAULT and self._override(name) is None:
+                notice = self._without(key, name) if held[key] != DEFAULT else None
+            else:
+                notice = self.choose(key, name)
+            if notice is not None and name == held[key] and state == CHANGED:
+                notice = replace(notice, level="warning")  # it is no error of whoever asks for a picture
             notices += [notice] if notice else []
         return _together(notices)
+
+    def _without(self, key: str, name: str) -> Notice:
+        """Put the base model's own transformer where a file is missing and another one is loaded."""
+        self.missing |= {name}
+        self.session().choose(None, SLOT_OF[key])
+        self._record()
+        return self._lacking(frozenset({name}))
+
+    def refuse_unreturnable(self) -> None:
+        """Raises TransplantError where what is loaded could not be loaded again after a job with other models."""
+        self._look_at_disk()
+        if lost := self.lost():
+            raise TransplantError(
+                f"what is loaded, {' and '.join(map(printable, lost))}, is missing on disk and could not be loaded "
+                "again afterwards: put it back, or choose another first"
+            )
 
     def refuse_unused(self, wanted: Mapping[str, Any]) -> None:
         """Raises Refused where a file is wanted for a slot that the loaded base model has not."""
@@ -278,10 +346,11 @@ class Models:
             override, title = slot.loaded.override, slot.kind.title
             names[title] = printable(override.name)
             try:
-                if stamp_of(override.path) == slot.loaded.stamp:
-                    names[f"{title} hash"] = self._digests.short(override.path)
+                digest = self._digests.of_loaded(override.path, slot.loaded.stamp)
             except OSError as error:
                 log.warning("%s: no hash for the metadata (%s)", override.path.name, error.strerror)
+                continue
+            names |= {f"{title} hash": digest} if digest else {}
         return names
 
     def base_path(self) -> Path | None:
@@ -321,7 +390,7 @@ class Models:
 
     def _override(self, name: str) -> Override | None:
         path = find(self._catalog.overrides, name)
-        return None if path is None or name == DEFAULT else Override(name, path)
+        return None if path is None or name == DEFAULT or not os.path.exists(path) else Override(name, path)
 
     def _lacking(self, missing: frozenset[str]) -> Notice:
         several = {name: entries for name in sorted(missing) if (entries := self._catalog.alike(name))}
@@ -343,6 +412,8 @@ class Models:
         kind = kind or next((slot.kind for slot in slots.values() if slot.failed), SLOTS[0])
         kept = name_of(slots[kind.name].loaded)
         stays = "The base model's own transformer is" if kept == DEFAULT else f"{kept} stays"
+        if self._loaded_paths().get(kind.option) == outcome.refused.file:
+            stays = "It is another file now than was loaded; what was loaded from it stays"
         return [Notice("error", f"{sentence(str(outcome.refused))} {stays} loaded.")]
 
     def _record(self) -> None:
@@ -364,12 +435,13 @@ class Models:
             if kind.component_in(session.base) is None:
                 continue
             overrides[key], selected[key] = name_of(slot.loaded), slot.selected
-            if slot.loaded and slot.loaded.override:
+            if slot.loaded and slot.loaded.override and stamp_of(slot.loaded.override.path) == slot.loaded.stamp:
                 self._digests.start(slot.loaded.override.path)
         base = self._names[session.base.path]
         self.holding = Holding(
             base, session.base.pipeline, spec_for(session.base).name, overrides, session.placement,
             tuple(sampler_names(cast("Any", session.pipeline).scheduler)), makes_video(session.pipeline),
+            self._strayed(),
         )  # fmt: skip
         kept = {key for key in SLOT_OF if self._settings.get(key) in self.missing}
         if not self.keep_settings:

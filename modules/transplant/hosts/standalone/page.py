@@ -30,28 +30,38 @@ CHANGED = "●"
 """Marks an option that has another value than its default."""
 
 
-def status(job: Job | None, waiting: int, holding: Holding | None, not_loaded: Sequence[str] = ()) -> str:
-    """The status line: what is being done and how far it is, or what is loaded and what is only selected."""
+def status(
+    job: Job | None, waiting: int, holding: Holding | None, not_loaded: Sequence[str] = (), last: Job | None = None
+) -> str:
+    """The status line: what is being done and how far it is, or what is loaded and what is only selected.
+
+    What assistive programs are told is in `data-told`, and changes with `data-job`: the job that is done, or the
+    `last` one of whoever looks with what came of it, however quick it was.
+    """
     if job is None:
         later = f" · the next picture loads {' and '.join(not_loaded)}" if not_loaded else ""
         text = escape(_idle(holding) + later)
-        return f'<div class="tp-status" role="status" data-told="{text}">{text}</div>'
+        came = f"{escape(last.title)}: {last.status}. " if last else ""
+        number = last.number if last else 0
+        return f'<div class="tp-status" role="status" data-job="{number}" data-told="{came}{text}">{text}</div>'
     percent = None if job.fraction is None else min(max(round(100 * job.fraction), 0), 100)
     parts = [job.text or job.title]
+    if job.cancelled:
+        parts.insert(0, "Cancelling after this step")
     if percent is not None:
         parts.append(f"{percent} %")
     rate, remaining = job.rate(), job.remaining()
     if rate:
         parts.append(rate)
-    if remaining is not None:
+    if remaining is not None and not job.cancelled:
         parts.append(f"{duration(remaining)} left")
     if waiting:
         parts.append(f"{waiting} waiting")
-    text = escape(" · ".join(parts))
+    text, told = escape(" · ".join(parts)), escape(f"Cancelling {job.title}" if job.cancelled else job.title)
     value = "" if percent is None else f' aria-valuenow="{percent}" aria-valuemin="0" aria-valuemax="100"'
     bar = '<i class="tp-unknown"></i>' if percent is None else f'<i style="width:{percent}%"></i>'
     return (
-        f'<div class="tp-status tp-busy" data-told="{escape(job.title)}"><div class="tp-text">{text}</div>'
+        f'<div class="tp-status tp-busy" data-job="{job.number}" data-told="{told}"><div class="tp-text">{text}</div>'
         f'<div class="tp-bar" role="progressbar" aria-label="{text}"{value}>{bar}</div></div>'
     )
 
@@ -132,13 +142,14 @@ def applied(options: Sequence[Option]) -> Notice:
 def _idle(holding: Holding | None) -> str:
     if holding is None:
         return "Nothing is loaded."
-    files = [name for name in holding.overrides.values() if name != DEFAULT]
+    own, states = "its own", holding.strayed
+    said = {key: f"{name} ({states[key]})" if key in states else name for key, name in holding.overrides.items()}
+    files = [text for key, text in said.items() if holding.overrides[key] != DEFAULT]
     if not files:
-        what = "its own transformer" if len(holding.overrides) == 1 else "its own transformers"
-    elif len(holding.overrides) == 1:
+        what = "its own transformer" if len(said) == 1 else "its own transformers"
+    elif len(said) == 1:
         what = f"the transformer {files[0]}"
     else:
-        own = "its own"
-        first, second = (own if name == DEFAULT else name for name in holding.overrides.values())
+        first, second = (own if holding.overrides[key] == DEFAULT else text for key, text in said.items())
         what = f"the transformers {first} and {second}"
     return f"{holding.base} with {what}, {holding.how}"

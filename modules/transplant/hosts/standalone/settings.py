@@ -113,5 +113,18 @@ class Settings:
             try:
                 accepted[known.key] = known.checked(self._stored[known.key])
             except OptionError as error:
-                self.warnings.append(f"{self.path.name}: {error}; {known.default!r} is used instead")
+                self.warnings.append(self._refused(error))
         return accepted
+
+    def fall_back(self, error: OptionError) -> str:
+        """Give an option its default where its stored value turns out to be none; the file stays as it is.
+
+        Returns:
+            What is to be said of it.
+        """
+        with self._lock:
+            self._values[error.key] = option(error.key).default
+        return self._refused(error)
+
+    def _refused(self, error: OptionError) -> str:
+        return f"{self.path.name}: {error}; {option(error.key).default!r} is used instead"

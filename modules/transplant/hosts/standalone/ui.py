@@ -95,12 +95,13 @@ def _status_row(worker: Worker) -> list[Follower]:
 
     return [
         Follower(message, lambda owner: worker.queue.notice(owner), page.message),
-        Follower(progress, lambda _: _status(worker), lambda html: html),
+        Follower(progress, lambda owner: _status(worker, owner), lambda html: html),
         Follower(cancel, lambda _: worker.queue.current()[0] is not None, lambda busy: gr.update(visible=busy)),
         Follower(clear, lambda _: worker.queue.current()[1] > 0, lambda busy: gr.update(visible=busy)),
         Follower(shown, number, lambda now: now),
     ]
 
 
-def _status(worker: Worker) -> str:
-    return page.status(*worker.queue.current(), worker.holding, worker.not_loaded())
+def _status(worker: Worker, owner: str) -> str:
+    last = worker.queue.last_of(owner)
+    return page.status(*worker.queue.current(), worker.holding, worker.not_loaded(), last)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from transplant import options
 from transplant.base_model import read_base
 from transplant.digest import Digests
-from transplant.errors import OptionError, TransplantError
+from transplant.errors import OptionError, TransplantError, counted
 from transplant.hosts.standalone import page
 from transplant.hosts.standalone.compare import Comparison, compare
 from transplant.hosts.standalone.folders import Catalog, find
 from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import EVERYONE, Job, JobQueue, Kind, Notice, Refused, Saved, sentence
-from transplant.hosts.standalone.models import BASE, NOTED, OFFLOAD, SLOT_OF, Holding, Models, Note
+from transplant.hosts.standalone.models import BASE, MODULES, NOTED, OFFLOAD, SLOT_OF, Holding, Models, Note
 from transplant.hosts.standalone.recall import Recalled, recall
 from transplant.hosts.standalone.settings import Settings
 from transplant.hosts.standalone.starting import Start, architecture_of, start_for
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transplant")
 
-MODULES = {"sdnq_modules_to_not_convert": "", "sdnq_modules_dtype_dict": "{}"}
-"""Options that name modules, and their values that name none."""
 LISTED = ("transplant_hub_cache", "diffusers_dir", "unet_dir")
 """Options that say what is listed."""
 FOLDERS = {known.key for known in OPTIONS if known.section == options.FOLDERS}
@@ -103,7 +101,7 @@ class Worker:
         """The members of the lists that change while running."""
         return {
             "bases": list(self.catalog.bases),
-            "overrides": [DEFAULT, NONE, *self.catalog.overrides],
+            "overrides": [DEFAULT, NONE, *dict.fromkeys([*self.catalog.overrides, *self.models.lost()])],
             "options": [known.key for known in OPTIONS],
         }
 
@@ -120,8 +118,9 @@ class Worker:
 
     def file_choices(self, value: object) -> list[page.Choice]:
         """The entries of a slot's dropdown, with Default and None first."""
-        others = self.settings.get("transplant_other_files")
-        return page.file_choices(self.dynamic()["overrides"], value, self.catalog.seen, self.architecture(), others)
+        others, lost = self.settings.get("transplant_other_files"), self.models.lost()
+        there = [name for name, path in self.catalog.overrides.items() if lost.get(name) != path]
+        return page.file_choices([DEFAULT, NONE, *there], value, self.catalog.seen, self.architecture(), others)
 
     def listed_files(self) -> list[page.Choice]:
         """Every file, none hidden; those that are not for the base model say so, where that is wanted at all."""
@@ -249,9 +248,10 @@ class Worker:
         warning = Notice("warning", f"Not for the loaded base model, and not drawn: {told}.") if strangers else None
 
         def work(job: Job) -> Notice | None:
+            self.models.refuse_unreturnable()
             return compare(job, comparison, self.models, self.settings, self.pictures, self.cancelled)
 
-        title = f"Comparing {len(comparison.files)} files"
+        title = f"Comparing {counted(len(comparison.files), 'file')}"
         return self._submit(owner, title, work, kind="comparison", notice=warning)
 
     def inspect(self, owner: str, file: Path, base: Path, slot: str) -> Job:
@@ -404,21 +404,28 @@ class Worker:
             self._draw(job, request)
             return notice
         reload = any(option(key).effect == "reload" for key in override_settings)
+        if reload or self._swaps(override_settings):
+            self.models.refuse_unreturnable()
         self.models.keep_settings = True
         try:
             with self.settings.overlaid(override_settings):
                 if reload:
                     self.models.outdate()
-                refused = self.models.settle()
-                if refused is not None and refused.level == "error":
-                    raise Refused(refused.text)
+                notice = self.models.settle()
+                if notice is not None and notice.level == "error":
+                    raise Refused(notice.text)
                 self.models.refuse_unused(override_settings)
                 self._draw(job, request)
         finally:
             if reload:
                 self.models.outdate()
             self.models.settle_at_last()
-        return None
+        return notice
+
+    def _swaps(self, values: Mapping[str, Any]) -> bool:
+        """Whether option values name other models than are loaded."""
+        held = {BASE: self.holding.base, **self.holding.overrides} if self.holding else {}
+        return any(key in held and values[key] != held[key] for key in values)
 
     def _draw(self, job: Job, request: Request) -> None:
         from transplant.generate import generate
