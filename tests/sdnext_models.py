@@ -14,10 +14,10 @@ import torch
 import gguf_files
 from kitchen import Written, float8, int8
 from original_layouts import WRITTEN_OUT, Tensors, from_recipes
-from test_architectures import FROM_MANIFEST, made_of
+from test_architectures import FROM_MANIFEST, WIDTH_IS_FIXED, made_of
 from test_formats_blocks import nvfp4
 from tiny_models import make_demo, save, to_comfyui
-from tiny_pipelines import clip, decoder, filled, flow, network, t5, tokenizer, vae, vae_flux2, vae_wan
+from tiny_pipelines import clip, decoder, filled, flow, network, sdxl, t5, tokenizer, vae, vae_flux2, vae_wan
 
 FLUX2 = {"attention_head_dim": 16, "axes_dims_rope": [4, 4, 4, 4], "joint_attention_dim": 24}
 WAN = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 64}
@@ -44,16 +44,24 @@ def wan() -> Any:
     )  # fmt: skip
 
 
-def flux() -> Any:
+def flux(**changes: Any) -> Any:
     """The host looks for its T5 in the folder of CLIP, and makes one of random numbers by CLIP's config."""
     return diffusers.FluxPipeline(
         scheduler=flow(), vae=vae(1, shift_factor=0.1), text_encoder=clip(8), tokenizer=tokenizer(77),
-        text_encoder_2=t5(8), tokenizer_2=tokenizer(), transformer=network("FluxTransformer2DModel", **FLUX1),
+        text_encoder_2=t5(8), tokenizer_2=tokenizer(),
+        transformer=network("FluxTransformer2DModel", **{**FLUX1, **changes}),
     )  # fmt: skip
 
 
+def wide_flux() -> Any:
+    """Two blocks at the published width, at which alone diffusers splits the published layout."""
+    pipe = flux(num_attention_heads=24, attention_head_dim=128, axes_dims_rope=[16, 56, 56], num_single_layers=1)
+    pipe.transformer.to(torch.bfloat16)
+    return pipe
+
+
 def from_manifest(name: str) -> Callable[[Tensors], Tensors]:
-    return lambda state: from_recipes(made_of(FROM_MANIFEST[name]), state)
+    return lambda state: from_recipes(made_of({**FROM_MANIFEST, **WIDTH_IS_FIXED}[name]), state)
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,9 @@ class TinyBase:
         original: a transformer's tensors in the published layout.
         gguf: architecture in a GGUF file.
         is_hub: whether it lies in the hub's cache; else it is a folder.
+        component: what its files replace.
+        forms: how its files are quantized.
+        dtype: of their float tensors.
     """
 
     name: str
@@ -73,6 +84,9 @@ class TinyBase:
     original: Callable[[Tensors], Tensors]
     gguf: str
     is_hub: bool = False
+    component: str = "transformer"
+    forms: tuple[str, ...] = ("int8", "int8-convrot", "fp8-scaled", "nvfp4", "gguf")
+    dtype: torch.dtype = torch.float32
 
 
 BASES = {
@@ -80,7 +94,14 @@ BASES = {
     "klein": TinyBase("flux.2-klein-tiny", klein, from_manifest("FLUX.2"), "flux"),
     "wan": TinyBase("wan-a14b-tiny", wan, WRITTEN_OUT["Wan"], "wan"),
     "flux": TinyBase("flux.1-tiny", flux, dict, "flux"),
-}
+    "sdxl": TinyBase(
+        "sdxl-tiny", sdxl, from_manifest("SDXL"), "sdxl", component="unet", forms=("int8", "fp8-scaled"),
+        dtype=torch.bfloat16,
+    ),
+    "flux-wide": TinyBase(
+        "flux.1-wide", wide_flux, from_manifest("FLUX.1"), "flux", forms=("int8", "fp8-scaled"), dtype=torch.bfloat16
+    ),
+}  # fmt: skip
 
 WRITERS: dict[str, Callable[[torch.Tensor], Written]] = {
     "int8-convrot": lambda weight: int8(weight, convrot=16),
@@ -123,20 +144,19 @@ def write_gguf(file: Path, tensors: Tensors, architecture: str) -> Tensors:
     return worth
 
 
-def write_files(
-    base: TinyBase, pipe: Any, unets: Path, stem: str, component: str = "transformer", seed: int = 7
-) -> None:
-    """Files of a transformer with numbers of its own: `STEM-FORM`, and `STEM-FORM-worth` in floats where quantized."""
-    config = dict(pipe.transformer.config)
-    state = filled(type(pipe.transformer).from_config(config), seed).state_dict()
+def write_files(base: TinyBase, model: Any, unets: Path, stem: str, seed: int = 7) -> None:
+    """Files of a model with numbers of its own: `STEM-FORM`, and `STEM-FORM-worth` in floats where quantized."""
+    state = filled(type(model).from_config(dict(model.config)), seed).to(base.dtype).state_dict()
     tensors = {name: tensor.contiguous() for name, tensor in base.original(state).items()}
     save(unets / f"{stem}-float.safetensors", tensors)
     save(unets / f"{stem}-diffusers.safetensors", {name: tensor.contiguous() for name, tensor in state.items()})
-    for form, writer in WRITERS.items():
-        stored, worth = quantized(tensors, writer)
-        save(unets / f"{stem}-{form}.safetensors", stored)
+    for form in base.forms:
+        if form == "gguf":
+            worth = write_gguf(unets / f"{stem}-gguf.gguf", tensors, base.gguf)
+        else:
+            stored, worth = quantized(tensors, WRITERS[form])
+            save(unets / f"{stem}-{form}.safetensors", stored)
         save(unets / f"{stem}-{form}-worth.safetensors", worth)
-    save(unets / f"{stem}-gguf-worth.safetensors", write_gguf(unets / f"{stem}-gguf.gguf", tensors, base.gguf))
 
 
 def lay_out(models: Path, names: Mapping[str, TinyBase] = BASES) -> None:
@@ -150,8 +170,8 @@ def lay_out(models: Path, names: Mapping[str, TinyBase] = BASES) -> None:
         pipe.save_pretrained(folder)
         if base.is_hub:
             put_in_cache(folder, base.name, models)
-        write_files(base, pipe, models / "UNET", stem)
+        write_files(base, getattr(pipe, base.component), models / "UNET", stem)
         if getattr(pipe, "transformer_2", None) is not None:
-            write_files(base, pipe, models / "UNET", f"{stem}-2", seed=8)
+            write_files(base, pipe.transformer_2, models / "UNET", f"{stem}-2", seed=8)
     (models / "UNET" / "broken.safetensors").write_text("<!DOCTYPE html>")
     shutil.rmtree(models / "Diffusers" / ".locks", ignore_errors=True)

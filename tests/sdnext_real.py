@@ -62,9 +62,10 @@ class RealHost:
         )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
+        """One thread: on a busy machine two wait for each other many times as long as they compute."""
         more = {
             "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(self.data / "models" / "huggingface"),
-            "SDNQ_USE_TORCH_COMPILE": "0", "TRANSPLANT_FP8_ON_CPU": os.environ.get("TRANSPLANT_FP8_ON_CPU", ""),
+            "SDNQ_USE_TORCH_COMPILE": "0", "TRANSPLANT_FP8_ON_CPU": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         return {key: value for key, value in {**os.environ, **more}.items() if key != "PYTHONPATH"}
 

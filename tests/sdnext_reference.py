@@ -2,8 +2,8 @@
 
     SDNEXT_PYTHON sdnext_reference.py SITE_PACKAGES OUT < requests
 
-`requests` is JSON: by name, a base model's folder, a file for each slot or null, and the guidance. OUT gets the
-pictures as arrays. What that Python lacks comes from SITE_PACKAGES, last on sys.path.
+`requests` is JSON: by name, a base model's folder, a file for each slot or null, the guidance, and whether files rest
+in float8. OUT gets the pictures as arrays. What that Python lacks comes from SITE_PACKAGES, last on sys.path.
 """
 
 import json
@@ -24,6 +24,7 @@ from transplant.generate import generate  # noqa: E402
 from transplant.hosts.base import LoadSettings, PlainHost  # noqa: E402
 from transplant.pipeline import Session  # noqa: E402
 from transplant.request import Request  # noqa: E402
+from transplant.sdnq_bridge import Compute  # noqa: E402
 from transplant.slots import SLOTS, Override  # noqa: E402
 
 
@@ -34,13 +35,14 @@ def cut_off(images: np.ndarray) -> list[Image.Image]:
 
 def main() -> None:
     VaeImageProcessor.numpy_to_pil = staticmethod(cut_off)
-    session = Session(PlainHost(LoadSettings(torch.device("cpu"), torch.float32, use_mmap=True)))
     pictures: dict[str, np.ndarray] = {}
-    loaded = None
-    for name, (base, files, guidance) in json.load(sys.stdin).items():
-        if base != loaded:
+    loaded = session = None
+    for name, (base, files, guidance, fp8) in json.load(sys.stdin).items():
+        if (base, fp8) != loaded:
+            settings = LoadSettings(torch.device("cpu"), torch.float32, True, Compute(fp8_storage=fp8))
+            session = Session(PlainHost(settings))
             session.load_base(base)
-            loaded = base
+            loaded = base, fp8
         for kind, file in zip(SLOTS, files, strict=False):
             outcome = session.choose(Override(Path(file).stem, Path(file)) if file else None, kind)
             assert outcome.refused is None, outcome.refused

@@ -36,10 +36,11 @@ OPTIONS = {
     "quicksettings_list": ["sd_model_checkpoint", "sd_unet"],
 }
 REQUEST = {"width": 64, "height": 64, "steps": 2, "seed": 3, "sampler_name": "Default"}
-GUIDANCE = {"z-image": 1.0, "klein": 1.0, "wan": 3.0, "flux": 3.5}
-FORMS = ("Default", "float", "int8-convrot", "fp8-scaled", "nvfp4", "gguf")
-QUANTIZED = ("int8", "int8-convrot", "fp8-scaled", "nvfp4", "gguf")
-DUAL = (*FORMS, "Default+float", "fp8-scaled+fp8-scaled", "nvfp4+int8-convrot", "gguf+float")
+GUIDANCE = {"z-image": 1.0, "klein": 1.0, "wan": 3.0, "flux": 3.5, "flux-wide": 3.5, "sdxl": 5.0}
+COMPARED = ("z-image", "klein", "wan", "sdxl", "flux-wide")
+"""What is compared with the standalone product; a FLUX.1 narrower than the published one has diffusers' names only."""
+DUAL = ("Default+float", "fp8-scaled+fp8-scaled", "nvfp4+int8-convrot", "gguf+float")
+FP8 = "z-image float in fp8"
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,11 @@ def title(stem: str) -> str:
 def entry(stem: str, form: str) -> str:
     """What the host's list calls a file."""
     return form if form == "Default" else f"{stem}-{form}" + (".gguf" if form == "gguf" else "")
+
+
+def forms(stem: str) -> tuple[str, ...]:
+    """What each slot of a base model is tried with: `primary` or `primary+secondary`."""
+    return ("Default", "float", *BASES[stem].forms, *(DUAL if stem == "wan" else ()))
 
 
 def base(host: RealHost, stem: str) -> None:
@@ -93,19 +99,20 @@ def drawn(host: RealHost, stem: str) -> np.ndarray:
 def standalone(models: Path) -> dict[str, np.ndarray]:
     """The standalone product's pictures by `STEM FORM`."""
     requests: dict[str, Any] = {}
-    for stem in ("z-image", "klein", "wan"):
+    for stem in COMPARED:
         folder = models / "Diffusers" / BASES[stem].name.replace("/", "--")
         if BASES[stem].is_hub:
             (folder,) = models.glob(f"huggingface/models--{folder.name}/snapshots/*")
-        for form in DUAL if stem == "wan" else FORMS:
+        for form in forms(stem):
             first, _, second = form.partition("+")
             chosen = [file_of(models, stem, first), *([file_of(models, f"{stem}-2", second)] if stem == "wan" else [])]
-            requests[f"{stem} {form}"] = (str(folder), chosen, GUIDANCE[stem])
+            requests[f"{stem} {form}"] = (str(folder), chosen, GUIDANCE[stem], False)
+    requests[FP8] = (*requests["z-image float"][:3], True)
     out = models.parent / "standalone.npz"
     command = [os.environ.get("SDNEXT_PYTHON", sys.executable), str(Path(__file__).with_name("sdnext_reference.py"))]
     subprocess.run(
         [*command, sysconfig.get_path("purelib"), str(out)], input=json.dumps(requests), text=True, check=True,
-        timeout=900,
+        timeout=900, env={**os.environ, "TRANSPLANT_FP8_ON_CPU": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return dict(np.load(out))
 
@@ -115,29 +122,42 @@ def file_of(models: Path, stem: str, form: str) -> str | None:
     return None if form in ("", "Default") else str(models / "UNET" / f"{stem}-{form}{suffix}")
 
 
-@pytest.mark.parametrize("stem", ["z-image", "klein", "wan"])
+@pytest.mark.parametrize("stem", COMPARED)
 def test_pictures_are_the_standalone_products_to_the_bit(
     stem: str, host: RealHost, standalone: dict[str, np.ndarray]
 ) -> None:
     base(host, stem)
     seen: dict[str, np.ndarray] = {}
-    for form in DUAL if stem == "wan" else FORMS:
+    for form in forms(stem):
         take(host, stem, form)
         seen[form] = drawn(host, stem)
         assert np.array_equal(seen[form], standalone[f"{stem} {form}"]), form
     assert len({picture.tobytes() for picture in seen.values()}) == len(seen)
 
 
-@pytest.mark.parametrize("stem", ["z-image", "klein", "wan", "flux"])
+@pytest.mark.parametrize("stem", BASES)
 def test_quantized_files_draw_what_their_layers_are_worth_in_floats(stem: str, host: RealHost) -> None:
     base(host, stem)
     own = drawn(host, stem)
-    for form in QUANTIZED:
+    for form in BASES[stem].forms:
         take(host, stem, form)
         picture = drawn(host, stem)
         take(host, stem, f"{form}-worth")
         assert np.array_equal(picture, drawn(host, stem)), form
         assert not np.array_equal(picture, own), form
+
+
+def test_a_float_file_rests_in_float8_where_that_is_asked_for(
+    host: RealHost, standalone: dict[str, np.ndarray]
+) -> None:
+    base(host, "z-image")
+    host.set(fp8_storage=True)
+    try:
+        take(host, "z-image", "float")
+        assert np.array_equal(drawn(host, "z-image"), standalone[FP8])
+        assert not np.array_equal(standalone["z-image float"], standalone[FP8])
+    finally:
+        host.set(fp8_storage=False)
 
 
 # What goes wrong in the host by itself
@@ -222,7 +242,7 @@ def test_a_file_is_chosen_in_the_dropdown_and_a_refusal_stands_over_the_page(hos
         page.goto(host.url)
         field = page.locator("#setting_sd_unet input")
         field.wait_for()
-        page.wait_for_timeout(8000)  # the host goes on filling its page
+        until(page, lambda: "UI: ready" in host.output(), 400)  # a page still at work loses its first events
         own = drawn(host, "z-image")
         field.click()
         page.locator('#setting_sd_unet li[data-value="z-image-float"]').click()

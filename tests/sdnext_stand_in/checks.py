@@ -43,7 +43,7 @@ def write_files() -> None:
         for parameter in other.parameters():
             parameter.mul_(1.5)
     write(to_comfyui(other.state_dict()), UNETS / "zi-comfyui.safetensors")
-    write(to_comfyui(other.state_dict()), UNETS / "zi-other.safetensors")
+    write({key: 2 * tensor for key, tensor in to_comfyui(other.state_dict()).items()}, UNETS / "zi-other.safetensors")
     write_gguf(UNETS / "zi.gguf", to_comfyui(other.state_dict()))
     write_fp8(UNETS / "zi-fp8.safetensors", to_comfyui(other.state_dict()))
     (UNETS / "broken.safetensors").write_text("<!DOCTYPE html>")
@@ -407,6 +407,31 @@ def test_where_the_hosts_own_code_fails_too_there_is_the_base_model(monkeypatch)
     saved(sd_unet="zi-comfyui")
     assert load("z-image") is not None
     assert shared.opts.sd_unet == "Default" and "the host could not load it" in errors()
+
+
+@pytest.mark.parametrize("leaves", ["what was loaded", "the chosen file", "nothing"])
+def test_a_reload_of_the_host_that_fails_leaves_the_option_at_what_is_loaded(leaves, monkeypatch):
+    """The host puts an option back to what it was where its callback raises, whatever is loaded by then."""
+    post(transplant_swap=False)
+    load("z-image")
+    post(sd_unet="zi-comfyui")
+    reload = sd_models.reload_model_weights
+
+    def fail(**more):
+        if leaves == "the chosen file":
+            reload(**more)
+        elif leaves == "nothing":
+            model_data.sd_model = None
+        raise ZeroDivisionError("in the host")
+
+    monkeypatch.setattr(sd_models, "reload_model_weights", fail)
+    post(sd_unet="zi-other")
+    monkeypatch.undo()
+    names = {"what was loaded": "zi-comfyui", "the chosen file": "zi-other", "nothing": "Default"}
+    assert shared.opts.sd_unet == names[leaves] and "in the host" in errors()
+    if leaves != "nothing":
+        assert holds(model_data.sd_model.transformer, names[leaves])
+    assert shared.sd_model is not None and shared.api.routes["/transplant/v1/slots"]()[0]["loaded"] == names[leaves]
 
 
 # In place

@@ -26,7 +26,7 @@ from transplant.hosts.sdnext.loading import (
 from transplant.hosts.sdnext.settings import load_settings, quantize_on_load
 from transplant.load_plan import LoadPlan
 from transplant.memory import available_bytes
-from transplant.slots import PRIMARY, SECONDARY, Override, SlotKind, name_of, stamp_of
+from transplant.slots import DEFAULT, PRIMARY, SECONDARY, Override, SlotKind, name_of, stamp_of
 
 log = logging.getLogger("transplant")
 
@@ -81,11 +81,15 @@ def settle(kind: SlotKind, is_asked: bool = False) -> bool:
 def _brought(original: Callable[..., Any], kind: SlotKind, model: Any, repo_id: Any) -> Any:
     arguments = () if repo_id is None else (repo_id,)
     try:
-        done = model is not None and _choose(kind, model, is_loading=repo_id is not None)
+        if model is not None and _choose(kind, model, is_loading=repo_id is not None):
+            return None
     except Exception as error:  # the host boundary
         notices.fault("the transformer could not be swapped", error)
-        done = False
-    return None if done else original(model, *arguments)
+    try:
+        return original(model, *arguments)
+    except Exception as error:  # whatever the host's loaders raise
+        if repo_id is not None or not _say_what_is_loaded(kind, error):
+            raise
 
 
 def _choose(kind: SlotKind, pipeline: Any, is_loading: bool) -> bool:
@@ -212,6 +216,23 @@ def _keep(kind: SlotKind, held: Held | None, error: Exception) -> bool:
     stays = "The base model's own transformer stays" if app.is_default(name) else f"{name} stays"
     notices.refuse(kind.name, f"{str(error).rstrip('.')}. {stays} loaded.")
     app.set_option(kind.option, name)
+    return True
+
+
+def _say_what_is_loaded(kind: SlotKind, error: Exception) -> bool:
+    """The host's own code failed at a choice; it would put the option back to what stood there, loaded or not.
+
+    Returns:
+        Whether what is loaded now is known, and the option says so.
+    """
+    pipeline = app.loaded_pipeline()
+    held = held_in(pipeline, kind)
+    if pipeline is not None and held is None:
+        return False
+    if held is not None:
+        return _keep(kind, held, error)
+    notices.refuse(kind.name, f"{app.option(kind.option)}: the host could not load it ({error}). No model is loaded.")
+    app.set_option(kind.option, DEFAULT)
     return True
 
 
