@@ -43,9 +43,10 @@ def python() -> Path:
     found = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not (folder / "complete").is_file():
         shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
+        venv.create(folder)
         for packages in (("--no-deps", *GRADIO), PINS):
-            pip = [str(found), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+            pip = [sys.executable, "-m", "pip", "--python", str(found), "install", "--quiet", "--no-compile",
+                   "--disable-pip-version-check", *packages]  # fmt: skip
             done = subprocess.run(pip, capture_output=True, text=True, timeout=600, check=False)
             if done.returncode:
                 assert "CI" not in os.environ, done.stderr
