@@ -29,6 +29,8 @@ KINDS = {
     "vae": ("VAE", "decoder.conv_in.weight"),
     "text": ("text encoder", "text_model.encoder.layers.0.mlp.fc1.weight"),
     "control": ("ControlNet", "controlnet_blocks.0.weight"),
+    "ip": ("IP-Adapter", "image_proj.norm.weight"),
+    "clip-vision": ("image encoder", "vision_model.encoder.layers.0.mlp.fc1.weight"),
 }
 
 
@@ -53,6 +55,30 @@ def folder(tmp_path: Path) -> Path:
 def looks(cache: Path | None, folder: Path) -> dict[str, inventory.Entry]:
     found = Inventory(cache).look_at(checkpoints_in(folder))
     return {path.relative_to(folder).as_posix(): entry for path, entry in found.items()}
+
+
+@pytest.mark.parametrize("names", [["emb_params"], ["clip_l", "clip_g"], ["<cat>"]])
+def test_a_textual_inversion_is_told(names: list[str], tmp_path: Path) -> None:
+    file = write_sparse(tmp_path / "x.safetensors", dict.fromkeys(names, ("F32", (2, 8))))
+    assert identified(file).kind == "textual inversion"
+
+
+def test_what_looks_alike_is_told_as_either(tmp_path: Path) -> None:
+    """Nothing in its names tells an Anima file without a conditioner from a Cosmos one."""
+    told = manifest("anima_base_v1_bf16").tensors
+    alone = {name: (dtype, (2,)) for name, (dtype, _) in told.items() if "llm_adapter." not in name}
+    write_sparse(tmp_path / "alone.safetensors", alone)
+    write_sparse(tmp_path / "whole.safetensors", {name: (dtype, (2,)) for name, (dtype, _) in told.items()})
+    found = looks(None, tmp_path)
+    assert found["alone.safetensors"].title == "Cosmos Predict 2 or Anima"
+    assert found["whole.safetensors"].title == "Anima"
+
+
+def test_a_model_with_a_broken_index_is_one_choice(tmp_path: Path) -> None:
+    index = tmp_path / "models" / "flux" / "diffusion_pytorch_model.safetensors.index.json"
+    index.parent.mkdir(parents=True)
+    index.write_text("{")
+    assert checkpoints_in(tmp_path / "models") == [index.parent]
 
 
 def test_every_kind_is_told(folder: Path) -> None:
@@ -142,7 +168,7 @@ def test_a_file_that_goes_away_is_unreadable(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="symbolic links")
 def test_folders_that_hold_themselves_are_walked_once(folder: Path) -> None:
     (folder / "kinds" / "loop").symlink_to(folder)
-    assert len(checkpoints_in(folder)) == len(looks(None, folder)) == 11
+    assert len(checkpoints_in(folder)) == len(looks(None, folder)) == 6 + len(KINDS)
 
 
 def test_the_lists_of_the_webui_say_what_files_are(folder: Path, tmp_path: Path) -> None:

@@ -310,7 +310,18 @@ def test_raw_fp8_values_are_taken_as_they_are(
         assert torch.equal(loaded[name], tensor.to(dtype).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("damage", ["no folder", "no index", "not json", "no component", "unknown class", "bad config"])
+BASE_FAULTS = {
+    "no folder": "nowhere: no such folder",
+    "no index": "base: the folder holds no model_index.json",
+    "not json": "base: model_index.json is not valid JSON",
+    "no component": "base: a ZImagePipeline has no component 'transformer'",
+    "unknown class": "NoSuchModel",
+    "bad config": "",
+    "no config": "base: transformer/config.json cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", BASE_FAULTS)
 def test_unusable_base(damage: str, tiny: tuple[Path, ZImageTransformer2DModel], tmp_path: Path) -> None:
     """A base model that cannot be used is another error than a file that cannot."""
     file = save(tmp_path / "x.safetensors", to_comfyui(tiny[1].state_dict()))
@@ -327,9 +338,11 @@ def test_unusable_base(damage: str, tiny: tuple[Path, ZImageTransformer2DModel],
     elif damage == "unknown class":
         index.write_text(json.dumps({"_class_name": "P", "transformer": ["diffusers", "NoSuchModel"]}))
     else:
-        (base / "transformer" / "config.json").write_text(json.dumps({"n_heads": "many"}))
-    with pytest.raises(errors.BaseModelError):
+        config = base / "transformer" / "config.json"
+        config.unlink() if damage == "no config" else config.write_text(json.dumps({"n_heads": "many"}))
+    with pytest.raises(errors.BaseModelError) as refusal:
         plan(file, base)
+    assert BASE_FAULTS[damage] in str(refusal.value)
 
 
 def test_plan_prints_itself(tiny: tuple[Path, ZImageTransformer2DModel], tmp_path: Path) -> None:
@@ -375,6 +388,7 @@ def test_missing_blocks_are_each_named() -> None:
     """Not the first five tensors of the first block alone."""
     names = [f"transformer_blocks.{block}.{part}" for block in (17, 18) for part in ("a", "b", "c", "d")]
     told = str(errors.MissingTensors("x.safetensors", [*names, "proj_out.weight"], "Anima"))
-    assert "lacks 9 tensors of Anima (of transformer_blocks.17, transformer_blocks.18, proj_out.weight)" in told
-    few = str(errors.MissingTensors("x.safetensors", ["layers.3.a", "layers.4.a"], "Z-Image"))
-    assert "(layers.3.a, layers.4.a)" in few
+    assert "lacks 9 tensors of Anima (all of transformer_blocks.17, transformer_blocks.18, proj_out.weight)" in told
+    held = ["layers.4.b", "layers.5.a"]
+    some = str(errors.MissingTensors("x.safetensors", ["layers.3.a", "layers.4.a"], "Z-Image", held))
+    assert "(all of layers.3, layers.4.a)" in some

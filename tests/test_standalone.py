@@ -483,6 +483,8 @@ def test_files_for_other_base_models_are_marked_or_hidden(others: str, shown: li
     assert sorted(label for label, _ in entries) == sorted(shown)
     labels = [label for label, _ in page.file_choices(names, "flux", seen, "Z-Image", others)]
     assert any(label.startswith("flux") for label in labels)
+    seen["flux"] = Entry("transformer", "FLUX.1", or_else="Z-Image")
+    assert ("flux", "flux") in page.file_choices(names, "a", seen, "Z-Image", "mark")
     unloaded = [label for label, _ in page.file_choices(names, "a", seen, "", "mark")]
     assert "flux" in unloaded and "lora (LoRA)" in unloaded
 

@@ -54,7 +54,7 @@ class BaseModel:
         Raises:
             BaseModelError: it cannot be read.
         """
-        entries = read_json(self.path / subfolder / "config.json")
+        entries = read_json(self.path / subfolder / "config.json", self.path)
         return {key: value for key, value in entries.items() if key != "quantization_config"}
 
 
@@ -95,16 +95,18 @@ def _component(value: object) -> Component | None:
     return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises BaseModelError naming the file."""
+def read_json(path: Path, model: Path | None = None) -> dict[str, Any]:
+    """Read a JSON object of a model, whose folder is the file's own by default. Raises BaseModelError naming both."""
+    model = model or path.parent
+    what = f"{model.name}: {path.relative_to(model).as_posix()}"
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BaseModelError(f"{path.parent.name}: {path.name} cannot be read ({error.strerror})") from error
+        raise BaseModelError(f"{what} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise BaseModelError(f"{path.parent.name}: {path.name} is not valid JSON ({error})") from error
+        raise BaseModelError(f"{what} is not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise BaseModelError(f"{path.parent.name}: {path.name} is not a JSON object")
+        raise BaseModelError(f"{what} is not a JSON object")
     return cast("dict[str, Any]", value)
 
 

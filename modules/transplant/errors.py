@@ -283,7 +283,7 @@ class MixedPrefixes(OverrideArchMismatch):
 
 
 class NotATransformer(OverrideArchMismatch):
-    """A checkpoint of another kind: LoRA, VAE, text encoder, ControlNet.
+    """A checkpoint of another kind: LoRA, VAE, text encoder, ControlNet and the like.
 
     Attributes:
         kind: what the file is.
@@ -291,7 +291,8 @@ class NotATransformer(OverrideArchMismatch):
     """
 
     def __init__(self, file: Path | str, kind: str, why: str, remedy: str) -> None:
-        super().__init__(file, f"is a {kind}, not a transformer ({why})", remedy)
+        article = "an" if kind.startswith(("I", "i")) else "a"
+        super().__init__(file, f"is {article} {kind}, not a transformer ({why})", remedy)
         self.kind = kind
         self.why = why
 
@@ -378,23 +379,28 @@ class MissingTensors(OverrideArchMismatch):
         names: the target tensors' names.
     """
 
-    def __init__(self, file: Path | str, names: Sequence[str], architecture: str) -> None:
+    def __init__(self, file: Path | str, names: Sequence[str], architecture: str, present: Sequence[str] = ()) -> None:
+        """`present` are the names of the target tensors that the file does hold."""
         super().__init__(
             file,
-            f"lacks {counted(len(names), 'tensor')} of {architecture} ({_by_block(names)})",
+            f"lacks {counted(len(names), 'tensor')} of {architecture} ({_by_block(names, present)})",
             "It is incomplete or a variant that is not supported: use a complete file",
         )
         self.names = tuple(names)
 
 
-def _by_block(names: Sequence[str]) -> str:
-    """Names as one phrase; those of several blocks are told by block, each block once."""
-    found = [re.match(r"(\w+)\.(\d+)\.", name) for name in names]
-    blocks = list(dict.fromkeys(match[0][:-1] for match in found if match))
-    if len(blocks) < 2 or len(names) < 3 * len(blocks):
-        return sample(names)
-    others = [name for name, match in zip(names, found, strict=True) if not match]
-    return f"of {sample(blocks, 12)}{', ' + sample(others) if others else ''}"
+def _by_block(names: Sequence[str], present: Sequence[str]) -> str:
+    """Names as one phrase; blocks of which nothing is there are named once each."""
+    held = {_block_of(name) for name in present}
+    blocks = list(dict.fromkeys(block for name in names if (block := _block_of(name)) and block not in held))
+    others = [name for name in names if _block_of(name) not in blocks]
+    return ", ".join([*([f"all of {sample(blocks, 12)}"] if blocks else []), *([sample(others)] if others else [])])
+
+
+def _block_of(name: str) -> str | None:
+    """`layers.3` of `layers.3.attention.to_q.weight`."""
+    found = re.match(r"(\w+\.\d+)\.", name)
+    return found[1] if found else None
 
 
 class UnexpectedTensors(OverrideArchMismatch):

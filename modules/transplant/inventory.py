@@ -43,6 +43,8 @@ class Entry:
         tensors: how many it holds.
         nbytes: size of its files.
         why: the keys that decided, or what is wrong with it.
+        or_else: another architecture that it may be just as well, as an Anima file without its conditioner may be a
+            Cosmos one, and the other way round; "" where it can be no other.
     """
 
     kind: str
@@ -52,6 +54,12 @@ class Entry:
     tensors: int = 0
     nbytes: int = 0
     why: str = ""
+    or_else: str = ""
+
+    @property
+    def title(self) -> str:
+        """What it may be."""
+        return f"{self.architecture} or {self.or_else}" if self.or_else else self.architecture
 
 
 class Inventory:
@@ -111,7 +119,7 @@ def identified(path: Path) -> Entry:
         return Entry(UNREADABLE, why=error.problem)
     return Entry(
         found.kind, found.architecture or "", str(found.variant or ""), found.layout.name if found.layout else "",
-        len(names.names), why=found.why,
+        len(names.names), why=found.why, or_else=" or ".join(found.may_be[1:]),
     )  # fmt: skip
 
 
@@ -165,7 +173,7 @@ def _read_cache(cache: Path | None) -> dict[str, list[Any]]:
         return {}
 
 
-_TYPES = [int, int, str, str, str, str, int, int, str]
+_TYPES = [int, int, str, str, str, str, int, int, str, str]
 
 
 def _is_entry(entry: Any) -> bool:

@@ -159,21 +159,27 @@ def _detected(header: Header, keys: NamedKeys, spec: TransformerSpec) -> Detecti
     """What the file is; raises where that is not the base's architecture."""
     detection = identify(keys, metadata=header.metadata).seen_as(spec)
     refuse_other_kinds(header.path, detection)
-    _check_architecture(header, keys, detection, spec)
+    undecided = not _tells(spec) or (detection.spec is None and detection.resembles(spec))
+    if detection.architecture != spec.name and not undecided:  # undecided: judged by the network's own names, later
+        raise _wrong_architecture(header, keys, detection, spec)
     return detection
 
 
-def _check_architecture(header: Header, keys: NamedKeys, detection: Detection, spec: TransformerSpec) -> None:
-    telling = any(layout.keys != Keys() for layout in spec.layouts)
-    if detection.architecture == spec.name or not telling:
-        return  # names that tell nothing are judged against the network's own, later
+def _tells(spec: TransformerSpec) -> bool:
+    """Whether names tell this architecture."""
+    return any(layout.keys != Keys() for layout in spec.layouts)
+
+
+def _wrong_architecture(
+    header: Header, keys: NamedKeys, detection: Detection, spec: TransformerSpec
+) -> WrongArchitecture:
     if detection.spec is not None:
-        raise WrongArchitecture(header.path, spec.name, detection.spec.name, detection.why)
+        return WrongArchitecture(header.path, spec.name, detection.spec.name, detection.why)
     near = detection.nearest
     hint = f"nearest is {near}; " if near else ""
     expected = sample(spec.layouts[-1].keys.all_of, 3)
     why = f"{hint}its keys are like {sample(list(keys.stored.values()), 3)}, expected are like {expected}"
-    raise WrongArchitecture(header.path, spec.name, None, why)
+    return WrongArchitecture(header.path, spec.name, None, why)
 
 
 def _inferred(draft: Draft, spec: TransformerSpec, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -201,7 +207,7 @@ def _plan_transformer(
 def _layout_by_names(
     draft: Draft, spec: TransformerSpec, detection: Detection, names: Sequence[str], network: ModelMixin
 ) -> Layout:
-    """For an architecture without telling keys: the layout whose names cover most of the model's, its own first."""
+    """Where telling keys do not decide: the layout whose names cover most of the model's, its own first."""
     targets, best, most = set(network.state_dict()), spec.layouts[0], -1
     for layout in spec.layouts:
         if most < len(targets):
@@ -209,8 +215,8 @@ def _layout_by_names(
             best, most = (layout, covered) if covered > most else (best, most)
     if 2 * most >= len(targets):
         return best
-    if detection.spec is not None:
-        raise WrongArchitecture(draft.header.path, spec.name, detection.spec.name, detection.why)
+    if detection.spec is not None or _tells(spec):
+        raise _wrong_architecture(draft.header, draft.keys, detection, spec)
     return next((layout for layout in spec.layouts if layout.name != DIFFUSERS_LAYOUT), best)
 
 

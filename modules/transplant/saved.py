@@ -222,7 +222,7 @@ def _fill_plain(network: ModelMixin, files: _Files, stored: set[str], dtype: tor
     empty = {name for name, tensor in needed.items() if tensor.is_meta}
     cls = type(network).__name__
     if missing := sorted(empty - stored):
-        raise MissingTensors(files.folder, missing, cls)
+        raise MissingTensors(files.folder, missing, cls, sorted(stored))
     if unexpected := sorted(stored - needed.keys()):
         raise UnexpectedTensors(files.folder, unexpected, cls)
     keep, modules = fp32_modules(network), dict(network.named_modules())

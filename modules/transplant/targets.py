@@ -158,7 +158,7 @@ def plan_component(
     left_alone = [name for name in absent if name in buffers and name.startswith(spec.acceptable_missing)]
     missing = [name for name in absent if name not in zeros and name not in left_alone]
     if missing:
-        raise MissingTensors(draft.header.path, missing, spec.name)
+        raise MissingTensors(draft.header.path, missing, spec.name, [name for name in made if name in needed])
     used = {part.source for name, item in made.items() if name in needed for part in ranges_of(item.recipe)}
     unexpected = [draft.keys.stored[name] for name in names if name not in used]
     if unexpected:

@@ -125,7 +125,7 @@ def file_rows(header: Header, keys: NamedKeys, detection: Detection) -> list[Row
     return [
         ("file", _file(header)),
         ("kind", f"{detection.kind}: {detection.why}"),
-        ("architecture", detection.architecture or "none known here"),
+        ("architecture", " or ".join(detection.may_be) or "none known here"),
         *([("variant", str(detection.variant))] if detection.variant else []),
         ("layout", detection.layout.name if detection.layout else "unknown"),
         ("prefix", keys.prefix or "none"),
@@ -159,6 +159,7 @@ def file_json(header: Header, keys: NamedKeys, detection: Detection) -> dict[str
         "file_bytes": header.stamp.size,
         "kind": detection.kind,
         "architecture": detection.architecture,
+        "may_be": list(detection.may_be),
         "variant": str(detection.variant) if detection.variant else None,
         "why": detection.why,
         "layout": detection.layout.name if detection.layout else None,
@@ -173,7 +174,7 @@ def inventory_table(folder: Path, entries: Mapping[Path, Entry]) -> str:
     """A folder's checkpoints as aligned text, named relative to it, and how many of each kind there are."""
     lines = [("file", "kind", "architecture", "layout", "size")]
     for path, entry in entries.items():
-        known = f"{entry.architecture} ({entry.variant})" if entry.variant else entry.architecture
+        known = f"{entry.title} ({entry.variant})" if entry.variant else entry.title
         told = known or (entry.why if entry.kind in (UNREADABLE, SHARD) else "")
         lines.append((printable(str(path.relative_to(folder))), entry.kind, told, entry.layout, size(entry.nbytes)))
     counts = Counter(entry.kind for entry in entries.values())

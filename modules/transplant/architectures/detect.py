@@ -35,12 +35,17 @@ _VAE = (
     "decoder.layers.", "taesd_",
 )  # fmt: skip
 
-MARKERS = (_LORA, _CONTROLNET, _TEXT_ENCODER, _VAE)
+_IP_ADAPTER = ("image_proj.", "ip_adapter.")
+_IMAGE_ENCODER = ("vision_model.encoder.layers.", "visual.transformer.")
+_EMBEDDING = frozenset({"emb_params", "clip_l", "clip_g", "t5xxl"})
+"""All names that a textual inversion has; or one that stands in the prompt, like `<cat>`."""
+
+MARKERS = (_LORA, _CONTROLNET, _TEXT_ENCODER, _VAE, _IP_ADAPTER, _IMAGE_ENCODER, sorted(_EMBEDDING))
 """What tells files that are no transformers."""
 
-_OTHER_KINDS = ("LoRA", "ControlNet", "text encoder", "VAE")
+_OTHER_KINDS = ("LoRA", "ControlNet", "text encoder", "VAE", "IP-Adapter", "image encoder", "textual inversion")
 _REMEDY = (
-    "A {kind} cannot replace a transformer: use it where your program takes {kind}s, if it does, and choose a file "
+    "It cannot replace a transformer: use it where your program takes {kind}s, if it does, and choose a file "
     "with a whole transformer here"
 )
 
@@ -71,7 +76,8 @@ class Detection:
     """The answer.
 
     Attributes:
-        kind: "transformer", "all-in-one bundle", "LoRA", "ControlNet", "text encoder", "VAE" or "unknown".
+        kind: "transformer", "all-in-one bundle", "LoRA", "ControlNet", "text encoder", "VAE", "IP-Adapter",
+            "image encoder", "textual inversion" or "unknown".
         spec: the architecture, where the kind is a known transformer.
         layout: how its keys are written.
         why: the keys that decided it.
@@ -98,6 +104,16 @@ class Detection:
     def architecture(self) -> str | None:
         """Name of the architecture, or None."""
         return self.spec.name if self.spec else None
+
+    @property
+    def may_be(self) -> tuple[str, ...]:
+        """Names of every architecture that the file may be."""
+        return tuple(fit.spec.name for fit in self.fits)
+
+    def resembles(self, spec: TransformerSpec) -> bool:
+        """Whether the file holds some of the keys that tell an architecture, and none that speaks against it."""
+        lost = [rejected.verdict for rejected in self.rejected if rejected.architecture == spec.name]
+        return any(verdict.found and not verdict.forbidden for verdict in lost)
 
     @property
     def nearest(self) -> Rejected | None:
@@ -142,7 +158,7 @@ def identify(
 
 
 def refuse_other_kinds(path: Path, detection: Detection) -> None:
-    """Raise NotATransformer where a file is a LoRA, a ControlNet, a text encoder or a VAE."""
+    """Raise NotATransformer where a file is known to be something else: a LoRA, a VAE, a text encoder."""
     if detection.kind in _OTHER_KINDS:
         raise NotATransformer(path, detection.kind, detection.why, _REMEDY.format(kind=detection.kind))
 
@@ -157,7 +173,10 @@ def _other_kind(keys: NamedKeys, rejected: tuple[Rejected, ...]) -> Detection:
         most = max(bundled, key=lambda kind: keys.companions[kind])
         kind = "VAE" if most.endswith(("VAE", "vocoder")) else "text encoder"
         return Detection(kind, None, None, why, rejected)
-    for kind, markers in (("text encoder", _TEXT_ENCODER), ("VAE", _VAE)):
+    if keys.stored.keys() <= _EMBEDDING or (len(keys.stored) == 1 and next(iter(keys.stored)).startswith("<")):
+        return Detection("textual inversion", None, None, f"holds {', '.join(keys.stored)} alone", rejected)
+    starts = {"text encoder": _TEXT_ENCODER, "VAE": _VAE, "IP-Adapter": _IP_ADAPTER, "image encoder": _IMAGE_ENCODER}
+    for kind, markers in starts.items():
         if shown := _first(keys.stored, markers, inside=False):
             return Detection(kind, None, None, f"holds {shown}", rejected)
     return Detection(UNKNOWN, None, None, "no known architecture's keys", rejected)

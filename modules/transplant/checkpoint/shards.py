@@ -151,8 +151,11 @@ def title(path: Path) -> str:
 
 
 def _drop(left: dict[Path, None], chosen: Path) -> None:
-    for member in _named_or_none(chosen):
-        left.pop(member, None)
+    """Take out what a choice stands for, and the index that says so, also where it is broken."""
+    index = model_in(chosen) if chosen.is_dir() else chosen
+    for member in (index, *_named_or_none(chosen)):
+        if member is not None:
+            left.pop(member, None)
 
 
 def _named_or_none(path: Path) -> tuple[Path, ...]:

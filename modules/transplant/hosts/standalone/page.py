@@ -122,7 +122,8 @@ def _other(entry: Entry | None, architecture: str) -> str:
         return ""
     if entry.kind not in (TRANSFORMER, BUNDLE, "unknown"):
         return entry.kind
-    return entry.architecture if architecture and entry.architecture not in ("", architecture) else ""
+    may_be = (entry.architecture, entry.or_else)
+    return entry.title if architecture and entry.architecture and architecture not in may_be else ""
 
 
 def explanation(option: Option) -> str:
