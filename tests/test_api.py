@@ -335,7 +335,8 @@ def test_progress_and_interrupt(served: Served) -> None:
         assert long.is_alive()
     assert 0 <= now["progress"] < 1 and now["state"]["job"] == "20 pictures"
     served.post("/sdapi/v1/interrupt")
-    assert served.get("/sdapi/v1/progress")["state"]["interrupted"] or not long.is_alive()
+    state = served.get("/sdapi/v1/progress")["state"]
+    assert state["interrupted"] or not state["job"]  # the job may be over before its answer is sent
     long.join(120)
     assert "cancelled" in answers[0]["detail"]
 
