@@ -89,6 +89,13 @@ def test_what_was_loaded_from_a_file_that_is_gone_stays_usable(studio: Studio, t
     job = worker.generate(ME, REQUEST, {UNET: FILE, "samples_save": False})
     assert job.wait(60) and job.status == "finished" and pixels(job) == pixels(before)
 
+    if refreshed:  # another file of that name comes, and nobody refreshes
+        other = file.with_name("other")
+        other.write_bytes(b"\0" * 16)
+        other.rename(file)
+        assert pixels(studio.draw()) == pixels(before)
+        assert studio.held == (DEMO_BASE, FILE)
+        file.unlink()
     if not refreshed:
         away.rename(file)
         assert pixels(studio.draw()) == pixels(before)

@@ -18,7 +18,7 @@ from tiny_models import make_demo, save, tiny_base
 from tiny_pipelines import filled, network, wan
 from transplant.digest import Digests
 from transplant.errors import OptionError
-from transplant.hosts.standalone import quicksettings
+from transplant.hosts.standalone import controls, quicksettings
 from transplant.hosts.standalone.folders import Catalog
 from transplant.hosts.standalone.images import PictureStore
 from transplant.hosts.standalone.jobs import Job
@@ -26,6 +26,7 @@ from transplant.hosts.standalone.log_panel import LogLines
 from transplant.hosts.standalone.server import LOCAL, Arguments, application
 from transplant.hosts.standalone.settings import Settings
 from transplant.hosts.standalone.worker import Worker
+from transplant.options import option
 from transplant.request import make_request
 
 BASE, UNET, SECOND = "sd_model_checkpoint", "sd_unet", "sd_unet_secondary"
@@ -289,3 +290,10 @@ def test_fp8_storage_is_for_both_slots(studio: Studio, monkeypatch: pytest.Monke
     studio.set(sd_unet="Default", fp8_storage=False)
     assert narrow() == [0, 0]
     assert pixels(draw(studio)) == before
+
+
+def test_an_empty_row_is_a_list(studio: Studio) -> None:
+    """What the page sends back of it unchanged is no change, and no text that is refused."""
+    studio.set(quicksettings_list=[])
+    control = controls.build(studio.worker, option("quicksettings_list"), with_help=False)
+    assert control.get_config()["value"] == control.preprocess([]) == []

@@ -38,7 +38,9 @@ def build(worker: Worker, option: Option, *, with_help: bool) -> Any:
         case "dropdown" | "multiselect":
             several = option.control == "multiselect"
             choices = entries(worker, option, value)
-            return gr.Dropdown(choices, value=cast("Any", value or None), multiselect=several, **common)
+            return gr.Dropdown(
+                choices, value=cast("Any", value if several else value or None), multiselect=several, **common
+            )
 
 
 def follower(worker: Worker, option: Option, component: Block) -> Follower:

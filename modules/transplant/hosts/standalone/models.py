@@ -283,8 +283,8 @@ class Models:
         notices: list[Notice] = []
         for key in held:
             name, state = selected[key], self.holding.strayed.get(key)
-            if name == held[key] and state == GONE:
-                continue
+            if name == held[key] and (state == GONE or self._override(name) is None):
+                continue  # also where a file of that name came since, which the list has not
             if name != DEFAULT and self._override(name) is None:
                 notice = self._without(key, name) if held[key] != DEFAULT else None
             else:
